@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an owner asks of a mapper, and what it answers. The same whether the mapper is in this process or in another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+Runs = Sequence[tuple[int, int]]
+"""Page runs as (first page, count of pages)."""
+
+
+class Verdict(IntEnum):
+    """How an operation ended. Only DONE changed anything, except UNKNOWN, after which nobody can tell."""
+
+    DONE = 0
+    EXHAUSTED = 1  # no lease or no memory just now; retry later
+    REFUSED = 2  # a mistake of the owner; nothing changed
+    BUSY = 3  # work in flight did not pass the fence in time; nothing changed
+    UNKNOWN = 4  # the pages named are quarantined, the rest of the batch was undone
+    BROKEN = 5  # the device failed
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`size_bytes`: bytes released (unmap, trim) or still grantable (EXHAUSTED). `pages`: quarantined page numbers (UNKNOWN)."""
+
+    verdict: Verdict
+    size_bytes: int = 0
+    pages: tuple[int, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the owner knows and the mapper publishes in the card's record: limits, and bytes by use."""
+
+    limit_bytes: int
+    floor_bytes: int
+    weight: float
+    revision: int
+    parked_bytes: int = 0
+    retired_bytes: int = 0
+    cached_bytes: int = 0
+    owned_bytes: int = 0
+    wanted_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MapperStatus:
+    """Bytes that the mapper's arena holds, by state, its lease, and what this pool could lease more at this moment."""
+
+    lease_bytes: int
+    mapped_bytes: int
+    cached_handle_bytes: int
+    quarantined_bytes: int
+    held_bytes: int
+    grantable_bytes: int
+
+
+class MapperPort(Protocol):
+    """A mapper as its owner sees it. Every call returns at once; the future ends when the mapper has answered.
+
+    A future ends with an exception only when the mapper is gone (`PeerLost`). It always ends: a mapper that is lost ends
+    all that were waiting.
+    """
+
+    def map(self, runs: Runs, *, owned: bool) -> Future[Outcome]:
+        """Back the runs with memory, within the lease: all of them or none. `owned`: for blocks of requests, not for a reserve."""
+
+    def unmap(self, runs: Runs) -> Future[Outcome]:
+        """Wait for the fence, unmap the runs and give their memory back: all of them or none."""
+
+    def trim(self) -> Future[Outcome]:
+        """Release the handles that are kept for reuse."""
+
+    def report(self, report: Report) -> None:
+        """Publish; never waits, an older report that was not sent yet is replaced."""
+
+    def status(self, timeout_s: float) -> MapperStatus:
+        """Raises `PeerTimeout`, `PeerLost`."""
+
+    def close(self) -> None: ...
+
+
+def finished(outcome: Outcome) -> Future[Outcome]:
+    """A future that has ended already."""
+    future: Future[Outcome] = Future()
+    future.set_result(outcome)
+    return future

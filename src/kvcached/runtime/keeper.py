@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keeper: the thread that keeps a reserve of mapped pages, gives surplus back and brings a pool below a lower limit.
+
+It acts between the engine's scheduler entry points, and on an idle engine, which takes no step, it acts alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvcached.core.reserve import ReserveTarget
+from kvcached.errors import KVCachedError, StateUnknown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvcached.runtime.pool import Pool
+
+_log = logging.getLogger("kvcached.keeper")
+_REPORT_INTERVAL_S: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperOptions:
+    """Pages to keep parked at least and at most while the engine works; none after `idle_trim_s` without a take."""
+
+    min_reserved_pages: int = 1
+    max_reserved_pages: int = 16
+    idle_trim_s: float = 2.0
+    tick_s: float = 0.05
+    idle_tick_s: float = 0.25
+
+
+class Keeper:
+    """Runs `tick` in a thread. `tick` may also be called by hand with a clock of one's own."""
+
+    def __init__(self, pool: Pool, options: KeeperOptions, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pool = pool
+        self._options = options
+        self._clock = clock
+        self._reserve = ReserveTarget(options.min_reserved_pages, options.max_reserved_pages)
+        self._wake = threading.Event()
+        self._stopping = False
+        self._last_taken_pages = pool.taken_pages
+        self._last_tick_s = self._last_busy_s = clock()
+        self._last_report_s = 0.0
+        self._grow_backoff_until_s = 0.0
+        self._thread: threading.Thread | None = None
+        pool.on_low = self.wake
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="kvcached-keeper", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Look at once. Cheap enough for the warm path."""
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            idle = self._clock() - self._last_busy_s > self._options.idle_trim_s
+            self._wake.wait(self._options.idle_tick_s if idle else self._options.tick_s)
+            self._wake.clear()
+            if self._stopping:
+                return
+            try:
+                self.tick()
+            except StateUnknown as error:
+                _log.error("the keeper stops: %s", error)
+                return
+            except KVCachedError as error:
+                self._pool.fail(f"the keeper met {type(error).__name__}: {error}")
+                return
+
+    def tick(self) -> None:
+        """One look: limit first, then reserve or surplus, then the report."""
+        now = self._clock()
+        counts = self._pool.counts()
+        self._observe(now, counts.owned_blocks)
+        self.enforce_limit()
+        self._keep_reserve(now)
+        if now - self._last_report_s >= _REPORT_INTERVAL_S:
+            self._last_report_s = now
+            self._pool.report()
+
+    def _observe(self, now: float, owned_blocks: int) -> None:
+        taken = self._pool.used_pages_ever
+        if taken != self._last_taken_pages or owned_blocks > 0:
+            self._last_busy_s = now
+        self._reserve.observe(taken - self._last_taken_pages, max(1e-6, now - self._last_tick_s))
+        self._last_taken_pages, self._last_tick_s = taken, now
+
+    def enforce_limit(self) -> None:
+        """Give back what is beyond the limit: parked pages first, then cached blocks; owned blocks stay until the engine gives them."""
+        over = self._pool.overage_pages()
+        if over > 0:
+            self._pool.shrink(over)
+            over = self._pool.overage_pages()
+        if over > 0:
+            self._pool.free_pages(over)
+            self._pool.shrink(over)
+
+    def _keep_reserve(self, now: float) -> None:
+        idle = now - self._last_busy_s > self._options.idle_trim_s
+        low, high = (0, 0) if idle else self._reserve.marks()
+        self._pool.low_mark_pages = low
+        parked = self._pool.counts().parked_pages
+        if parked < low and now >= self._grow_backoff_until_s:
+            gained = self._pool.grow_reserve(high - parked)
+            if gained == 0:
+                self._grow_backoff_until_s = now + self._options.idle_tick_s
+        elif parked > high:
+            self._pool.shrink(parked - high, keep_parked=high)

@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool: a ledger and a mapper under one lock. Plan in the ledger, perform outside it, settle in the ledger.
+
+    take / give                       warm: the ledger alone; no driver, no file, no log
+    take (cold) -> grow -> settle     plan: pages become MAPPING; perform: lease and map; settle: PARKED, or UNMAPPED again
+    shrink -> settle                  plan: pages become UNMAPPING; perform: fence, unmap, release; settle likewise
+
+Performing never needs the lock, so a caller that holds it (an engine's scheduler does) waits only for its own deadline; what comes
+back later is settled by whoever takes the lock next.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvcached.core.ledger import GrowPlan, Ledger, ShrinkPlan
+from kvcached.core.limits import Limits
+from kvcached.errors import InvariantBroken, KVCachedError, Misuse, PoolExhausted, StateUnknown
+from kvcached.ranks.api import MapperPort, Outcome, Report, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from kvcached.core.geometry import BlockGeometry
+    from kvcached.core.ledger import PoolCounts
+
+Ranges = list[tuple[int, int]]
+NOTHING_IN_FLIGHT: Final = 0
+"""The marker of a give behind which no work was queued."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """How a pool behaves. Pages and blocks are counts; `max_cached_blocks` < 0 is unlimited."""
+
+    grow_deadline_s: float = 0.25
+    large_run_pages: int = 1
+    stranded_fraction: float = 0.05
+    max_cached_blocks: int = -1
+
+
+class Pool:
+    """Blocks of one id space, handed out only while their pages are mapped. Safe to use from any thread.
+
+    `lock` is re-entrant: an engine's adapter holds it through each scheduler entry point, so that the keeper and the control
+    endpoint act between two of them. `on_evict` is called with the lock held, with ids of cached blocks that the pool has chosen to
+    drop; the engine must forget their contents. `press` asks other pools of the card to give memory back (bytes wanted, deadline)
+    and returns the bytes given.
+    """
+
+    def __init__(
+        self,
+        geometry: BlockGeometry,
+        port: MapperPort,
+        limits: Limits,
+        options: PoolOptions | None = None,
+        *,
+        adopted_pages: int = 0,
+        press: Callable[[int, float], int] | None = None,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.geometry = geometry
+        self.limits = limits
+        self.options = options or PoolOptions()
+        self.on_evict: Callable[[Sequence[int]], None] | None = None
+        self.on_low: Callable[[], None] | None = None
+        self.low_mark_pages = 0
+        self.misses = 0
+        self.taken_pages = 0
+        self._port = port
+        self._press = press
+        self._step_bytes = geometry.release_step_bytes
+        self._ledger = Ledger(geometry, limit_pages=self._pages_within(limits.limit_bytes))
+        self._done: deque[tuple[GrowPlan | ShrinkPlan, Future[Outcome]]] = deque()
+        self._failed: StateUnknown | None = None
+        self._wanted_bytes = 0
+        self._closed = False
+        self._adopt(adopted_pages)
+
+    def _adopt(self, pages: int) -> None:
+        """Pages 0 .. pages-1 were mapped one by one by the mapper before there was an owner."""
+        if pages:
+            plan = self._ledger.plan_grow(pages)
+            if [tuple(run) for run in plan.runs] != [(page, 1) for page in range(pages)]:
+                raise Misuse(f"the limit of {self.limits.limit_bytes} bytes is below the {pages} pages that are mapped already")
+            self._ledger.settle_grow(plan, mapped=True)
+
+    # ------------------------------------------------------------------ blocks
+
+    def available(self) -> int:
+        """Free blocks on mapped pages: a take of this many is warm."""
+        return self._ledger.available()
+
+    def obtainable(self) -> int:
+        """Blocks that a take could get at best: free, cached, and on pages that the limit still allows."""
+        with self.lock:
+            counts = self._ledger.counts()
+            growable = min(counts.limit_pages - counts.held_pages, self.geometry.pages - counts.held_pages)
+            return counts.free_blocks + counts.cached_blocks + max(0, growable) * self.geometry.max_blocks_per_page
+
+    def max_blocks(self) -> int:
+        """Blocks that the limit and the range can ever hold at the same time."""
+        pages = min(self.geometry.pages, self._pages_within(self.limits.limit_bytes))
+        return min(self.geometry.usable_blocks, pages * self.geometry.max_blocks_per_page)
+
+    def take(self, blocks: int) -> Ranges:
+        """Ids of `blocks` blocks as (first, count), all on mapped pages. Raises `PoolExhausted`; then nothing was taken."""
+        with self.lock:
+            ranges = self._ledger.take(blocks)
+            if ranges is None or self._failed is not None or self._closed:
+                return self._take_cold(blocks, ranges)
+            if self._ledger.parked_pages < self.low_mark_pages and self.on_low is not None:
+                self.on_low()
+            return ranges
+
+    def _take_cold(self, blocks: int, ranges: Ranges | None) -> Ranges:
+        if ranges is not None:
+            self._ledger.give(ranges, NOTHING_IN_FLIGHT)
+        self._refuse()
+        self.grow(blocks - self._ledger.available())
+        missing = blocks - self._ledger.available()
+        if missing > 0:
+            self._evict(self._ledger.victims_for_blocks(missing))
+        ranges = self._ledger.take(blocks)
+        if ranges is None:
+            self.misses += 1
+            raise PoolExhausted(blocks, self._ledger.available(), "blocks", self._why_exhausted())
+        return ranges
+
+    def take_ids(self, ids: Sequence[int]) -> None:
+        """Take exactly these free ids, all or none. Raises `PoolExhausted` when one is not free on a mapped page."""
+        with self.lock:
+            self._refuse()
+            if not self._ledger.take_ids(ids):
+                raise PoolExhausted(len(ids), self._ledger.available(), "blocks", "not every id asked for is free on a mapped page")
+
+    def pin_page_of(self, block: int) -> None:
+        """Keep the page of `block` mapped whatever happens to its blocks."""
+        with self.lock:
+            self._ledger.pin(self.geometry.page_of(block))
+
+    def give(self, ranges: Iterable[tuple[int, int]], marker: int = NOTHING_IN_FLIGHT) -> None:
+        """Owned blocks become free. `marker`: the engine's last scheduled step, which may still read them."""
+        with self.lock:
+            self._ledger.give(ranges, marker)
+
+    def give_cached(self, ids: Sequence[int], marker: int, last_use: int) -> None:
+        """Owned blocks become cached: their contents stay until they are evicted."""
+        with self.lock:
+            self._ledger.give_cached(ids, marker, last_use)
+            overflow = self._ledger.cached_overflow(self.options.max_cached_blocks) if self.options.max_cached_blocks >= 0 else ()
+            if overflow:
+                self._evict(overflow)
+
+    def touch(self, ids: Sequence[int]) -> None:
+        """Cached blocks become owned again."""
+        with self.lock:
+            self._ledger.touch(ids)
+
+    def evict(self, ids: Sequence[int]) -> None:
+        """The engine has dropped the contents of these cached blocks: they become free."""
+        with self.lock:
+            self._ledger.evict(ids)
+
+    def advance(self, completed_marker: int) -> None:
+        """All work up to this step has finished."""
+        with self.lock:
+            self._ledger.advance(completed_marker)
+
+    def _evict(self, ids: Sequence[int]) -> None:
+        if ids:
+            if self.on_evict is not None:
+                self.on_evict(ids)
+            self._ledger.evict(ids)
+
+    # ------------------------------------------------------------------ pages
+
+    def grow(self, blocks: int, deadline_s: float | None = None, *, owned: bool = True) -> int:
+        """Map pages for `blocks` more blocks, as many as limit, card and deadline allow. Returns the blocks gained.
+
+        `owned`: the blocks are for requests that wait for them, so other pools are asked to give memory back; a reserve is not worth that.
+        """
+        with self.lock:
+            self._settle_done()
+            before = self._ledger.available()
+            deadline = time.monotonic() + (self.options.grow_deadline_s if deadline_s is None else deadline_s)
+            missing = self._pages_for(blocks)
+            refused = self._grow_once(missing, deadline, owned) if missing > 0 else None
+            if refused is not None:
+                self._grow_after_refusal(before + blocks, refused, deadline, owned)
+            return self._ledger.available() - before
+
+    def _grow_after_refusal(self, target_blocks: int, refused: Outcome, deadline: float, owned: bool) -> None:
+        """Ask others for memory, then take what there is: all of it, else as many whole pages as were grantable."""
+        if owned and self._press is not None:
+            self._wanted_bytes = self._pages_for(target_blocks - self._ledger.available()) * self._step_bytes
+            if self._press(self._wanted_bytes, max(0.0, deadline - time.monotonic())) > 0:
+                again = self._grow_once(self._pages_for(target_blocks - self._ledger.available()), deadline, owned)
+                if again is None:
+                    self._wanted_bytes = 0
+                    return
+                refused = again
+        pages = min(refused.size_bytes // self._step_bytes, self._pages_for(target_blocks - self._ledger.available()))
+        if pages > 0:
+            self._grow_once(pages, deadline, owned)
+
+    def _pages_for(self, blocks: int) -> int:
+        return -(-blocks // self.geometry.max_blocks_per_page)
+
+    def _grow_once(self, pages: int, deadline: float, owned: bool) -> Outcome | None:
+        """None when the pages were mapped or the limit allows none; else the outcome that says why not."""
+        plan = self._ledger.plan_grow(pages, max_run_pages=self._run_pages(pages))
+        if not plan.runs:
+            return None
+        self.taken_pages += sum(count for _, count in plan.runs)
+        future = self._perform(plan, self._port.map(plan.runs, owned=owned))
+        outcome = self._wait(future, deadline)
+        return None if outcome is None or outcome.verdict is Verdict.DONE else outcome
+
+    def _run_pages(self, pages: int) -> int:
+        """A large run only where it is filled, and while few bytes are stranded in runs that are partly used."""
+        large = self.options.large_run_pages
+        held = self._ledger.counts().held_pages
+        return large if pages >= large and self._ledger.stranded_pages() <= held * self.options.stranded_fraction else 1
+
+    def shrink(self, pages: int, *, keep_parked: int = 0, deadline_s: float = 1.0) -> int:
+        """Unmap up to `pages` parked pages in whole runs, leaving `keep_parked`. Returns the bytes given back within the deadline."""
+        with self.lock:
+            self._refuse()
+            self._settle_done()
+            plan = self._ledger.plan_shrink(pages, keep_parked=keep_parked)
+        if not plan.runs:
+            return 0
+        future = self._perform(plan, self._port.unmap(plan.runs))
+        outcome = self._wait(future, time.monotonic() + deadline_s)
+        return outcome.size_bytes if outcome is not None and outcome.verdict is Verdict.DONE else 0
+
+    def free_pages(self, pages: int) -> None:
+        """Evict cached blocks so that about `pages` whole pages become empty, at the least cost."""
+        with self.lock:
+            self._evict(self._ledger.victims_for_pages(pages))
+
+    def trim_handles(self, deadline_s: float = 1.0) -> int:
+        """Release handles that the mapper keeps for reuse. Returns bytes."""
+        future = self._port.trim()
+        wait_for([future], deadline_s)
+        return future.result().size_bytes if future.done() and future.exception() is None else 0
+
+    def _perform(self, plan: GrowPlan | ShrinkPlan, future: Future[Outcome]) -> Future[Outcome]:
+        future.add_done_callback(lambda done: self._done.append((plan, done)))
+        return future
+
+    def _wait(self, future: Future[Outcome], deadline: float) -> Outcome | None:
+        """The outcome, settled; None when it has not come in time (it is settled when it comes)."""
+        if not future.done():
+            wait_for([future], max(0.0, deadline - time.monotonic()))
+        with self.lock:
+            self._settle_done()
+            self._refuse()
+        return future.result() if future.done() else None
+
+    def _settle_done(self) -> None:
+        while self._done:
+            plan, future = self._done.popleft()
+            error = future.exception()
+            outcome = Outcome(Verdict.BROKEN, reason=str(error)) if error else future.result()
+            self._settle(plan, outcome)
+
+    def _settle(self, plan: GrowPlan | ShrinkPlan, outcome: Outcome) -> None:
+        done = outcome.verdict is Verdict.DONE
+        if isinstance(plan, GrowPlan):
+            self._ledger.settle_grow(plan, mapped=done, quarantined=outcome.pages)
+        else:
+            self._ledger.settle_shrink(plan, released=done, quarantined=outcome.pages)
+        unknown = outcome.verdict is Verdict.UNKNOWN and not outcome.pages
+        if unknown or outcome.verdict in (Verdict.BROKEN, Verdict.REFUSED):
+            self.fail(f"mapping ended {outcome.verdict.name}: {outcome.reason}")
+
+    def fail(self, reason: str) -> None:
+        """From here on every call is refused: it is not known what is mapped."""
+        self._failed = self._failed or StateUnknown(f"this pool refuses work: {reason}")
+
+    @property
+    def failed(self) -> StateUnknown | None:
+        return self._failed
+
+    def _refuse(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+        if self._closed:
+            raise Misuse("this pool is closed")
+
+    # ------------------------------------------------------------------ limits and sight
+
+    def _pages_within(self, limit_bytes: int) -> int:
+        return limit_bytes // self._step_bytes
+
+    def set_limits(self, limits: Limits) -> None:
+        """Replace limit, floor and weight. Nothing owned is taken; the keeper brings the pool below a lower limit."""
+        with self.lock:
+            self._refuse()
+            self._ledger.set_limit(self._pages_within(limits.limit_bytes), limits.revision)
+            self.limits = limits
+
+    def overage_pages(self) -> int:
+        with self.lock:
+            return self._ledger.overage_pages()
+
+    def counts(self) -> PoolCounts:
+        with self.lock:
+            self._settle_done()
+            return self._ledger.counts()
+
+    @property
+    def ledger(self) -> Ledger:
+        """For sight (explain, invariants): read it with the lock held, change it only through this pool."""
+        return self._ledger
+
+    def report(self) -> None:
+        """Publish limits and use in the card's record, through the mapper."""
+        counts, step = self.counts(), self._step_bytes
+        block_bytes = self.geometry.planes * self.geometry.block_stride_bytes
+        self._port.report(
+            Report(
+                limit_bytes=self.limits.limit_bytes,
+                floor_bytes=self.limits.floor_bytes,
+                weight=self.limits.weight,
+                revision=self.limits.revision,
+                parked_bytes=counts.parked_pages * step,
+                retired_bytes=counts.retired_pages * step,
+                cached_bytes=counts.cached_blocks * block_bytes,
+                owned_bytes=counts.owned_blocks * block_bytes,
+                wanted_bytes=self._wanted_bytes,
+            )
+        )
+
+    def _why_exhausted(self) -> str:
+        counts = self._ledger.counts()
+        if counts.held_pages >= counts.limit_pages:
+            return f"the pool is at its limit of {self.limits.limit_bytes} bytes"
+        return "the card grants no more memory just now"
+
+    def close(self) -> None:
+        """Give everything back. A second call does nothing."""
+        with self.lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._port.close()
+
+
+def must_be_consistent(pool: Pool) -> None:
+    """Raise `InvariantBroken` when the ledger's own checks fail. For tests and for `doctor`."""
+    from kvcached.core.invariants import check
+
+    with pool.lock:
+        try:
+            check(pool.ledger)
+        except KVCachedError as error:
+            raise InvariantBroken(f"the ledger is wrong: {error}") from error
