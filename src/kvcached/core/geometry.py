@@ -7,18 +7,17 @@ straddles a page boundary would tie two pages together; its id exists but is nev
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import gcd
 from typing import Final
 
 from kvcached.errors import GeometryError
-from kvcached.units import GIB, MIB, ceil_div, format_size, round_up
+from kvcached.units import MIB, ceil_div, format_size, round_up
 
 PAGE_LIMIT_BYTES: Final = 64 * MIB
 PAGE_TARGET_BYTES: Final = 16 * MIB
 STRIDE_ALIGNMENT_BYTES: Final = 256
-PAGES_WANTED: Final = GIB // PAGE_TARGET_BYTES  # a page this much smaller than the range costs as much as no waste at all
+PAGES_WANTED: Final = 64  # of a small range; a page so many times larger than wanted is as bad as wasting everything
 MAX_WASTE: Final = 0.10
 
 
@@ -134,23 +133,30 @@ def choose_geometry(
     pages = range(lowest, max(PAGE_LIMIT_BYTES, lowest, 2 * floor) + 1, granularity_bytes)
     wanted = target_page_bytes or min(PAGE_TARGET_BYTES // planes, num_blocks * block_bytes // PAGES_WANTED)
     target = max(granularity_bytes, wanted // granularity_bytes * granularity_bytes)
-    choices = [
-        (waste + abs(page - target) / (PAGES_WANTED * target), page, stride)
-        for page in pages
-        for stride in _strides(block_bytes, page, can_pad_stride)
-        if (waste := _waste(block_bytes, stride, page)) <= max_waste
-    ]
-    if not choices:
+    choice = _cheapest(block_bytes, sorted(pages, key=lambda page: abs(page - target)), target, can_pad_stride, max_waste)
+    if choice is None:
         raise GeometryError(_refusal(block_bytes, pages, granularity_bytes, max_waste))
-    _, page_bytes, stride_bytes = min(choices)
+    _, page_bytes, stride_bytes = choice
     return BlockGeometry(block_bytes, stride_bytes, page_bytes, ceil_div(num_blocks * stride_bytes, page_bytes), planes, num_blocks)
 
 
-def _strides(block_bytes: int, page_bytes: int, can_pad: bool) -> Iterator[int]:
+def _cheapest(block_bytes: int, pages: list[int], target: int, can_pad: bool, max_waste: float) -> tuple[float, int, int] | None:
+    """(cost, page, stride) of the best pair; `pages` is nearest first, so the search ends where distance alone costs more."""
+    best: tuple[float, int, int] | None = None
+    for page in pages:
+        distance = abs(page - target) / (PAGES_WANTED * target)
+        if best and distance > best[0]:
+            break
+        for stride in _strides(block_bytes, page, can_pad):
+            waste = _waste(block_bytes, stride, page)
+            if waste <= max_waste and (best is None or (waste + distance, page, stride) < best):
+                best = (waste + distance, page, stride)
+    return best
+
+
+def _strides(block_bytes: int, page_bytes: int, can_pad: bool) -> tuple[int, ...]:
     """The block's own size, and the least aligned divisor of the page that holds it."""
-    yield block_bytes
-    if can_pad:
-        yield _padded_stride(block_bytes, page_bytes)
+    return (block_bytes, _padded_stride(block_bytes, page_bytes)) if can_pad else (block_bytes,)
 
 
 def _padded_stride(block_bytes: int, page_bytes: int) -> int:
