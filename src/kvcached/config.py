@@ -107,12 +107,8 @@ def _path(value: object) -> Path:
     return path
 
 
-def _upper(value: object) -> object:
-    return value.upper() if isinstance(value, str) else value
-
-
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
+def _lower(value: object) -> str:
+    return str(value).lower()
 
 
 Size = Annotated[int, BeforeValidator(_checked_size), Field(ge=0)]
@@ -122,13 +118,13 @@ Directory = Annotated[Path, BeforeValidator(_path)]
 GroupId = Annotated[int, BeforeValidator(_group_id)]
 InstanceName = Annotated[str, BeforeValidator(_instance_name)]
 CardName = Annotated[str, BeforeValidator(_lower), Field(pattern=r"^(auto|(host|cuda|hip):\d{1,4})$")]
-LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(_upper)]
+LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(lambda level: str(level).upper())]
 ZeroBackingName = Annotated[Literal["never", "used", "all"], BeforeValidator(_lower)]
 Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(ge=0, le=86_400)]
 PageMb = Annotated[int, Field(ge=1, le=1024)]
-Weight = Annotated[int, Field(ge=1, le=1000)]
+Weight = Annotated[float, Field(gt=0, le=1000)]
 Milliseconds = Annotated[int, Field(ge=1, le=60_000)]
 
 
@@ -164,7 +160,7 @@ class Settings(BaseModel):
     """most that this engine's KV cache may hold, from its first page on; a share is of the budget; auto: the budget"""
     floor: Share | None = _setting(None, "KVCACHED_FLOOR", _AMOUNT)
     """least that the others leave to this engine; auto: one longest request, at most 1/16 of the budget"""
-    weight: Weight = _setting(1, "KVCACHED_WEIGHT", "a whole number, 1 to 1000")
+    weight: Weight = _setting(1.0, "KVCACHED_WEIGHT", "a number above 0, at most 1000")
     """this engine's part of contended memory, against the weights of the others"""
     other: Share | None = _setting(None, "KVCACHED_OTHER_BYTES", _AMOUNT)
     """weights and activations, leased before they are loaded; a share is of the budget; auto: measured at the last start"""
@@ -361,6 +357,14 @@ def _unknown_variables(environ: Mapping[str, str], known: list[str]) -> tuple[st
 def _nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def package_version() -> str:
+    """Version of the installed distribution, `0+source` when it runs from a source tree."""
+    try:
+        return importlib.metadata.version("kvcached-elastic")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+source"
 
 
 def check_public_package() -> None:

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small pool in a process of its own, for the tests of the control endpoint and of the command line.
+
+It really holds memory (a bytearray per parked MiB), so that trimming and limiting are visible in its status.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+from kvcached.errors import Misuse, PoolExhausted, StateUnknown
+from kvcached.runtime.control import (
+    BytesAnswer,
+    ChangeAnswer,
+    ControlServer,
+    ExplainRow,
+    Explanation,
+    PoolStatus,
+    WeightAnswer,
+    endpoint_path,
+)
+from kvcached.units import MIB
+
+CAPACITY_BYTES = 64 * MIB
+
+
+class SmallPool:
+    """`owned` MiB that nothing takes away, and parked ones that a trim gives back."""
+
+    def __init__(self, instance: str, owned: int = 4, parked: int = 8, cached: int = 6) -> None:
+        self.instance = instance
+        self._lock = threading.Lock()
+        self._owned = [bytearray(MIB) for _ in range(owned)]
+        self._parked = [bytearray(MIB) for _ in range(parked)]
+        self._cached = [bytearray(MIB) for _ in range(cached)]
+        self._limit_bytes = CAPACITY_BYTES
+        self._floor_bytes = 0
+        self._weight = 1.0
+        self._revision = 0
+
+    def _held_bytes(self) -> int:
+        return sum(len(page) for part in (self._owned, self._parked, self._cached) for page in part)
+
+    def status(self) -> PoolStatus:
+        with self._lock:
+            return PoolStatus(
+                instance=self.instance,
+                lease_bytes=self._held_bytes(),
+                held_bytes=self._held_bytes(),
+                mapped_bytes=self._held_bytes(),
+                capacity_bytes=CAPACITY_BYTES,
+                limit_bytes=self._limit_bytes,
+                limit_revision=self._revision,
+                floor_bytes=self._floor_bytes,
+                weight=self._weight,
+                owned_bytes=len(self._owned) * MIB,
+                cached_bytes=len(self._cached) * MIB,
+                parked_bytes=len(self._parked) * MIB,
+            )
+
+    def limit(self, limit_bytes: int, revision: int | None = None) -> ChangeAnswer:
+        with self._lock:
+            number = self._revision + 1 if revision is None else revision
+            if number < self._revision:
+                return self._change("stale", limit_bytes, self._limit_bytes)
+            self._revision = number
+            self._limit_bytes = min(limit_bytes, CAPACITY_BYTES)
+            for part in (self._parked, self._cached):
+                while part and self._held_bytes() > self._limit_bytes:
+                    part.pop()
+            outcome = "clamped" if limit_bytes > CAPACITY_BYTES else "deferred" if self._held_bytes() > self._limit_bytes else "applied"
+            return self._change(outcome, limit_bytes, self._limit_bytes)
+
+    def _change(self, outcome: str, asked_bytes: int, in_force_bytes: int) -> ChangeAnswer:
+        return ChangeAnswer.model_validate(
+            {
+                "outcome": outcome,
+                "asked_bytes": asked_bytes,
+                "in_force_bytes": in_force_bytes,
+                "overage_bytes": max(0, self._held_bytes() - in_force_bytes),
+                "revision": self._revision,
+                "reason": "" if outcome == "applied" else f"the small pool says {outcome}",
+            }
+        )
+
+    def floor(self, floor_bytes: int) -> ChangeAnswer:
+        if floor_bytes > CAPACITY_BYTES:
+            raise Misuse(f"a floor of {floor_bytes} bytes is above the capacity of {CAPACITY_BYTES}")
+        with self._lock:
+            self._floor_bytes = floor_bytes
+            return self._change("applied", floor_bytes, floor_bytes)
+
+    def weight(self, weight: float) -> WeightAnswer:
+        if weight == 13:
+            raise StateUnknown("the state of page 13 is not known", [13])
+        if weight == 14:
+            raise ZeroDivisionError("a bug")
+        self._weight = weight
+        return WeightAnswer(weight=weight)
+
+    def trim(self, size_bytes: int | None = None) -> BytesAnswer:
+        with self._lock:
+            return BytesAnswer(given_bytes=self._give(self._parked, sys.maxsize if size_bytes is None else size_bytes))
+
+    def evict(self, size_bytes: int) -> BytesAnswer:
+        with self._lock:
+            return BytesAnswer(given_bytes=self._give(self._cached, size_bytes))
+
+    def _give(self, pages: list[bytearray], size_bytes: int) -> int:
+        given_bytes = 0
+        while pages and given_bytes < size_bytes:
+            given_bytes += len(pages.pop())
+        return given_bytes
+
+    def explain(self) -> Explanation:
+        status = self.status()
+        return Explanation(
+            rows=(
+                ExplainRow(reason="owned by running requests", size_bytes=status.owned_bytes, freed_by="the end of the requests"),
+                ExplainRow(reason="cached prefixes", size_bytes=status.cached_bytes, freed_by=f"kvctl evict {self.instance} SIZE"),
+                ExplainRow(reason="parked", size_bytes=status.parked_bytes, freed_by=f"kvctl trim {self.instance}"),
+            )
+        )
+
+    def pressure(self, wanted_bytes: int) -> BytesAnswer:
+        if not self._parked:
+            raise PoolExhausted(wanted_bytes, 0, "bytes", "nothing is parked")
+        return self.trim(wanted_bytes)
+
+
+class SlowPool(SmallPool):
+    """Each status takes as long as the test says, by an event that another operation sets."""
+
+    def __init__(self, instance: str) -> None:
+        super().__init__(instance)
+        self.entered = threading.Event()
+        self.release = threading.Event()
+
+    def status(self) -> PoolStatus:
+        self.entered.set()
+        self.release.wait(30)
+        return super().status()
+
+
+def serve(run_dir: Path, instance: str, group: int | None = None) -> None:
+    """Serve until standard input ends. Says `ready` when it listens."""
+    with ControlServer(endpoint_path(run_dir, instance), SmallPool(instance), group=group, io_timeout_s=1.0):
+        print("ready", flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None)
