@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 CONFIG_VARIABLE: Final = "KVCACHED_CONFIG"
-INSTANCE_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
+INSTANCE_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 _PERCENT: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 _SIZE: Final = "a size such as 512MiB or 3G"
 _AMOUNT: Final = f"{_SIZE}, or a share such as 40%"
@@ -124,7 +124,7 @@ Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(ge=0, le=86_400)]
 PageMb = Annotated[int, Field(ge=1, le=1024)]
-Weight = Annotated[float, Field(gt=0, le=1000)]
+Weight = Annotated[float, Field(ge=0.001, le=1000)]
 Milliseconds = Annotated[int, Field(ge=1, le=60_000)]
 
 
@@ -141,7 +141,7 @@ class Settings(BaseModel):
     """make the engine's KV cache elastic"""
     autopatch: bool = _setting(True, "KVCACHED_AUTOPATCH", _BOOL)
     """false keeps the engine adapters out, whatever `enabled` says"""
-    instance_name: InstanceName | None = _setting(None, "KVCACHED_IPC_NAME", "letters, digits, `.`, `_` and `-`, at most 48")
+    instance_name: InstanceName | None = _setting(None, "KVCACHED_IPC_NAME", "letters, digits, `.`, `_` and `-`, at most 40")
     """name of this engine for `kvctl`; auto: made from the engine and its process id"""
     model_name: str | None = _setting(None, "KVCACHED_NAME", "any text")
     """name of the model that `kvctl` shows; auto: the engine's own name for it"""
@@ -160,7 +160,7 @@ class Settings(BaseModel):
     """most that this engine's KV cache may hold, from its first page on; a share is of the budget; auto: the budget"""
     floor: Share | None = _setting(None, "KVCACHED_FLOOR", _AMOUNT)
     """least that the others leave to this engine; auto: one longest request, at most 1/16 of the budget"""
-    weight: Weight = _setting(1.0, "KVCACHED_WEIGHT", "a number above 0, at most 1000")
+    weight: Weight = _setting(1.0, "KVCACHED_WEIGHT", "a number, 0.001 to 1000")
     """this engine's part of contended memory, against the weights of the others"""
     other: Share | None = _setting(None, "KVCACHED_OTHER_BYTES", _AMOUNT)
     """weights and activations, leased before they are loaded; a share is of the budget; auto: measured at the last start"""
@@ -302,6 +302,18 @@ def load_settings(environ: Mapping[str, str] | None = None, toml_path: Path | No
     settings._sources = {name: source for name, (_, source) in given.items()}
     settings._warnings = _unknown_variables(environ, [*variables, CONFIG_VARIABLE])
     return settings
+
+
+def override(settings: Settings, changes: Mapping[str, object]) -> Settings:
+    """`settings` with some fields replaced by a program, checked anew. Raises `SettingError`."""
+    unknown = [name for name in changes if name not in Settings.model_fields]
+    if unknown:
+        raise SettingError(f"{unknown[0]} is no setting; allowed: {', '.join(Settings.model_fields)}")
+    given = {name: (getattr(settings, name), source) for name, source in settings._sources.items()}
+    given |= {name: (value, "the program") for name, value in changes.items()}
+    changed = _checked(given)
+    changed._sources = {name: source for name, (_, source) in given.items()}
+    return changed
 
 
 def _checked(given: Mapping[str, tuple[Any, str]]) -> Settings:

@@ -46,19 +46,17 @@ class Report:
     retired_bytes: int = 0
     cached_bytes: int = 0
     owned_bytes: int = 0
-    wanted_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class MapperStatus:
-    """Bytes that the mapper's arena holds, by state, its lease, and what this pool could lease more at this moment."""
+    """Bytes that the mapper's arena holds, by state, and its lease."""
 
     lease_bytes: int
     mapped_bytes: int
     cached_handle_bytes: int
     quarantined_bytes: int
     held_bytes: int
-    grantable_bytes: int
 
 
 class MapperPort(Protocol):
@@ -68,8 +66,8 @@ class MapperPort(Protocol):
     all that were waiting.
     """
 
-    def map(self, runs: Runs, *, owned: bool) -> Future[Outcome]:
-        """Back the runs with memory, within the lease: all of them or none. `owned`: for blocks of requests, not for a reserve."""
+    def map(self, runs: Runs, *, urgent: bool) -> Future[Outcome]:
+        """Back the runs with memory, within the lease: all of them or none. `urgent`: requests wait for it, it is no reserve."""
 
     def unmap(self, runs: Runs) -> Future[Outcome]:
         """Wait for the fence, unmap the runs and give their memory back: all of them or none."""

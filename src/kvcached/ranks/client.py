@@ -131,8 +131,8 @@ class RemoteMapper:
         self._ask(message).add_done_callback(settle)
         return result
 
-    def map(self, runs: Runs, *, owned: bool) -> Future[Outcome]:
-        return self._ask_outcome(MapRequest(tuple(runs), owned))
+    def map(self, runs: Runs, *, urgent: bool) -> Future[Outcome]:
+        return self._ask_outcome(MapRequest(tuple(runs), urgent))
 
     def unmap(self, runs: Runs) -> Future[Outcome]:
         return self._ask_outcome(UnmapRequest(tuple(runs)))

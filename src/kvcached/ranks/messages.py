@@ -19,9 +19,9 @@ MAX_BODY_BYTES: Final = 1 << 20
 HEADER: Final = struct.Struct("<4sHHIQ")
 _MAGIC: Final = b"KVRK"
 _COUNT: Final = struct.Struct("<I")
-_REPORT: Final = struct.Struct("<QQdQQQQQQ")
+_REPORT: Final = struct.Struct("<QQdQQQQQ")
 _OUTCOME: Final = struct.Struct("<BQ")
-_STATUS: Final = struct.Struct("<6Q")
+_STATUS: Final = struct.Struct("<5Q")
 
 
 class Kind(IntEnum):
@@ -39,18 +39,18 @@ class Kind(IntEnum):
 class Hello:
     """Who speaks. Both sides must say the same, or the start is refused by the name of what differs.
 
-    `geometry` is the mapper's to choose: an owner that says "" asks for it.
+    `facts` (geometry, card) are the mapper's to say: an owner that says "" asks for them.
     """
 
     package_version: str
     instance: str
-    geometry: str
+    facts: str
 
 
 @dataclass(frozen=True, slots=True)
 class MapRequest:
     runs: tuple[tuple[int, int], ...]
-    owned: bool
+    urgent: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,10 @@ def _runs(runs: tuple[tuple[int, int], ...]) -> bytes:
 
 def _body(message: Message) -> tuple[Kind, bytes]:
     match message:
-        case Hello(package_version, instance, geometry):
-            return Kind.HELLO, _texts(package_version, instance, geometry)
-        case MapRequest(runs, owned):
-            return Kind.MAP, bytes([owned]) + _runs(runs)
+        case Hello(package_version, instance, facts):
+            return Kind.HELLO, _texts(package_version, instance, facts)
+        case MapRequest(runs, urgent):
+            return Kind.MAP, bytes([urgent]) + _runs(runs)
         case UnmapRequest(runs):
             return Kind.UNMAP, _runs(runs)
         case TrimRequest():
@@ -185,8 +185,8 @@ def _decode(kind: Kind, reader: _Reader) -> Message:
         case Kind.HELLO:
             return Hello(reader.text(), reader.text(), reader.text())
         case Kind.MAP:
-            (owned,) = reader.take(struct.Struct("<B"))
-            return MapRequest(reader.runs(), bool(owned))
+            (urgent,) = reader.take(struct.Struct("<B"))
+            return MapRequest(reader.runs(), bool(urgent))
         case Kind.UNMAP:
             return UnmapRequest(reader.runs())
         case Kind.TRIM:

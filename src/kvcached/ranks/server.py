@@ -155,8 +155,8 @@ class MapperServer:
 
     def _dispatch(self, connection: socket.socket, message: Message, number: int) -> None:
         match message:
-            case MapRequest(runs, owned):
-                self._reply(connection, number, self._mapper.map(runs, owned=owned))
+            case MapRequest(runs, urgent):
+                self._reply(connection, number, self._mapper.map(runs, urgent=urgent))
             case UnmapRequest(runs):
                 self._slow_lane.submit(lambda: self._reply(connection, number, self._mapper.unmap(runs)))
             case TrimRequest():

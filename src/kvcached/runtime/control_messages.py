@@ -116,7 +116,7 @@ class PoolControl(Protocol):
         """What the others must leave to this pool."""
 
     def weight(self, weight: float) -> WeightAnswer:
-        """This pool's part of contended memory, above 0, at most 1000."""
+        """This pool's part of contended memory, 0.001 to 1000."""
 
     def trim(self, size_bytes: int | None = None) -> BytesAnswer:
         """Give back up to `size_bytes` (None: all) of parked pages and kept handles."""
@@ -167,7 +167,7 @@ class FloorRequest(_Request):
 
 class WeightRequest(_Request):
     op: Literal["weight"] = "weight"
-    weight: float = Field(gt=0, le=1000)
+    weight: float = Field(ge=0.001, le=1000)
 
     def perform(self, pool: PoolControl) -> Answer:
         return pool.weight(self.weight)

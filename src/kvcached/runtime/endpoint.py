@@ -30,7 +30,7 @@ def endpoint_path(run_dir: Path, instance: str) -> Path:
     """Where the pool `instance` listens. Raises `SettingError` for a name that cannot be a file name or is too long for a socket."""
     path = run_dir / "pools" / f"{instance}.sock"
     if INSTANCE_PATTERN.fullmatch(instance) is None:
-        raise SettingError(f"KVCACHED_IPC_NAME={instance} is not allowed; allowed: letters, digits, '.', '_' and '-', at most 48")
+        raise SettingError(f"KVCACHED_IPC_NAME={instance} is not allowed; allowed: letters, digits, '.', '_' and '-', at most 40")
     if len(os.fsencode(path)) > _MAX_PATH_BYTES:
         raise SettingError(f"the socket path {path} is longer than {_MAX_PATH_BYTES} bytes; set KVCACHED_RUN_DIR to a shorter directory")
     return path
@@ -125,13 +125,26 @@ class SocketFile:
             is_socket = stat.S_ISSOCK(os.lstat(self.path).st_mode)
         except FileNotFoundError:
             return
-        if not is_socket or self._is_live():
+        if not is_socket or is_live(self.path):
             raise SettingError(
                 f"{self.path} is in use by another engine of the same name; give this one another KVCACHED_IPC_NAME, or end the other"
             )
         self.path.unlink()
 
-    def _is_live(self) -> bool:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.setblocking(False)
-            return probe.connect_ex(str(self.path)) not in (errno.ECONNREFUSED, errno.ENOENT)
+
+def is_live(path: Path) -> bool:
+    """Whether a process listens at `path`; never waits."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
+
+
+def remove_abandoned(path: Path) -> bool:
+    """Unlink the socket that a dead process left at `path`. False if there is none, or a live one. Raises `PeerTimeout`, `OSError`."""
+    if not path.parent.is_dir():
+        return False
+    with _locked(path.parent):
+        abandoned = path.is_socket() and not is_live(path)
+        if abandoned:
+            path.unlink()
+    return abandoned

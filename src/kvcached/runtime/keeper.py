@@ -36,16 +36,24 @@ class KeeperOptions:
 
 
 class Keeper:
-    """Runs `tick` in a thread. `tick` may also be called by hand with a clock of one's own."""
+    """Runs `tick` in a thread. `tick` may also be called by hand with a clock of one's own. `watch` is called every report."""
 
-    def __init__(self, pool: Pool, options: KeeperOptions, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        options: KeeperOptions,
+        *,
+        watch: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._pool = pool
         self._options = options
         self._clock = clock
+        self._watch = watch
         self._reserve = ReserveTarget(options.min_reserved_pages, options.max_reserved_pages)
         self._wake = threading.Event()
         self._stopping = False
-        self._last_taken_pages = pool.taken_pages
+        self._last_grown_pages = pool.grown_pages
         self._last_tick_s = self._last_busy_s = clock()
         self._last_report_s = 0.0
         self._grow_backoff_until_s = 0.0
@@ -93,13 +101,15 @@ class Keeper:
         if now - self._last_report_s >= _REPORT_INTERVAL_S:
             self._last_report_s = now
             self._pool.report()
+            if self._watch is not None:
+                self._watch()
 
     def _observe(self, now: float, owned_blocks: int) -> None:
-        taken = self._pool.used_pages_ever
-        if taken != self._last_taken_pages or owned_blocks > 0:
+        grown = self._pool.grown_pages
+        if grown != self._last_grown_pages or owned_blocks > 0:
             self._last_busy_s = now
-        self._reserve.observe(taken - self._last_taken_pages, max(1e-6, now - self._last_tick_s))
-        self._last_taken_pages, self._last_tick_s = taken, now
+        self._reserve.observe(grown - self._last_grown_pages, max(1e-6, now - self._last_tick_s))
+        self._last_grown_pages, self._last_tick_s = grown, now
 
     def enforce_limit(self) -> None:
         """Give back what is beyond the limit: parked pages first, then cached blocks; owned blocks stay until the engine gives them."""

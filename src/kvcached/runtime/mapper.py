@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvcached.card.record import Usage
-from kvcached.errors import DeviceError, DeviceOutOfMemory, Misuse, PoolExhausted, StateUnknown
+from kvcached.errors import DeviceError, DeviceOutOfMemory, Misuse, PeerError, PoolExhausted, StateUnknown
 from kvcached.ranks.api import MapperStatus, Outcome, Report, Runs, Verdict, finished
 from kvcached.runtime.fence import FenceFactory, NothingInFlight
 from kvcached.vmm.api import Run, ZeroBacking
@@ -18,7 +17,8 @@ from kvcached.vmm.api import Run, ZeroBacking
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvcached.card.card import LeaseResult
+    from kvcached.card.entry import LeaseResult
+    from kvcached.runtime.facts import MapperFacts
     from kvcached.vmm.api import Arena
 
 _log = logging.getLogger("kvcached.mapper")
@@ -31,17 +31,15 @@ class Lease(Protocol):
     @property
     def lease_bytes(self) -> int: ...
 
-    def lease(self, delta_bytes: int, *, owned: bool, deadline_s: float) -> LeaseResult: ...
+    def lease(self, delta_bytes: int, *, owned: bool, deadline_s: float, want: bool) -> LeaseResult: ...
 
     def unlease(self, delta_bytes: int) -> None: ...
 
-    def grantable(self) -> int: ...
-
     def publish(self, usage: Usage) -> None: ...
 
-    def set_limits(self, *, limit_bytes: int, floor_bytes: int, weight: float, revision: int) -> None: ...
+    def set_limits(self, limit_bytes: int, floor_bytes: int, weight: float, revision: int) -> None: ...
 
-    def heartbeat(self) -> None: ...
+    def heartbeat(self) -> bool: ...
 
     def close(self) -> None: ...
 
@@ -58,12 +56,14 @@ class Mapper:
         arena: Arena,
         entry: Lease,
         *,
+        facts: MapperFacts,
         fence: FenceFactory = NothingInFlight,
         lease_deadline_s: float = 0.02,
         fence_timeout_s: float = 5.0,
         handle_cache_bytes: int = 0,
         on_close: Callable[[], None] | None = None,
     ) -> None:
+        self.facts = facts
         self._arena = arena
         self._entry = entry
         self._fence = fence
@@ -87,14 +87,14 @@ class Mapper:
 
     def _lease_zero_handle(self) -> None:
         if self._zero_bytes:
-            result = self._entry.lease(self._zero_bytes, owned=True, deadline_s=self._lease_deadline_s)
+            result = self._lease(self._zero_bytes, urgent=True)
             if not result.granted:
                 raise PoolExhausted(self._zero_bytes, result.grantable_bytes, "bytes", f"the zero page needs a lease: {result.reason}")
 
     # The port (kvcached.ranks.api.MapperPort): an owner in this process calls it directly.
 
-    def map(self, runs: Runs, *, owned: bool) -> Future[Outcome]:
-        return finished(self._guard(lambda: self._map([Run(*run) for run in runs], owned)))
+    def map(self, runs: Runs, *, urgent: bool) -> Future[Outcome]:
+        return finished(self._guard(lambda: self._map([Run(*run) for run in runs], urgent)))
 
     def unmap(self, runs: Runs) -> Future[Outcome]:
         return finished(self._guard(lambda: self._unmap([Run(*run) for run in runs])))
@@ -108,8 +108,7 @@ class Mapper:
             if self._closed:
                 return
             if before is None or _limits_of(before) != _limits_of(report):
-                limit_bytes, floor_bytes, weight, revision = _limits_of(report)
-                self._entry.set_limits(limit_bytes=limit_bytes, floor_bytes=floor_bytes, weight=weight, revision=revision)
+                self._entry.set_limits(*_limits_of(report))
             self._publish()
 
     def status(self, timeout_s: float) -> MapperStatus:
@@ -120,7 +119,6 @@ class Mapper:
             cached_handle_bytes=stats.cached_bytes,
             quarantined_bytes=stats.quarantined_bytes,
             held_bytes=self._held(),
-            grantable_bytes=self._entry.grantable(),
         )
 
     def close(self) -> None:
@@ -157,10 +155,10 @@ class Mapper:
         stats = self._arena.stats()
         return stats.held_bytes - stats.zero_bytes + self._zero_bytes
 
-    def _map(self, runs: Sequence[Run], owned: bool) -> Outcome:
+    def _map(self, runs: Sequence[Run], urgent: bool) -> Outcome:
         with self._lock:
             self._refuse_closed()
-            self._raise_lease(sum(run.count for run in runs) * self._page_bytes, owned)
+            self._raise_lease(sum(run.count for run in runs) * self._page_bytes, urgent)
             try:
                 self._arena.map(runs)
             except DeviceOutOfMemory as error:
@@ -170,17 +168,20 @@ class Mapper:
                 self._publish()
         return Outcome(Verdict.DONE)
 
-    def _raise_lease(self, new_bytes: int, owned: bool) -> None:
+    def _raise_lease(self, new_bytes: int, urgent: bool) -> None:
         """Cover `new_bytes` of new handles before the first is created; cached handles may serve, then the rest falls back at once."""
-        missing = self._held() + new_bytes - self._entry.lease_bytes
-        if missing <= 0:
-            return
-        result = self._entry.lease(missing, owned=owned, deadline_s=self._lease_deadline_s)
-        if not result.granted and self._arena.stats().cached_bytes:
-            missing -= self._arena.trim()
-            result = self._entry.lease(max(0, missing), owned=owned, deadline_s=self._lease_deadline_s)
-        if not result.granted:
-            raise PoolExhausted(missing, result.grantable_bytes, "bytes", result.reason)
+        missing_bytes = self._held() + new_bytes - self._entry.lease_bytes
+        if missing_bytes > 0 and not self._lease(missing_bytes, urgent=False).granted and self._arena.stats().cached_bytes:
+            self._arena.trim()
+        missing_bytes = self._held() + new_bytes - self._entry.lease_bytes
+        if missing_bytes > 0:
+            result = self._lease(missing_bytes, urgent)
+            if not result.granted:
+                raise PoolExhausted(missing_bytes, result.grantable_bytes, "bytes", result.reason)
+
+    def _lease(self, size_bytes: int, urgent: bool) -> LeaseResult:
+        """All of it ownable: a take of parked pages asks nobody, so what is mapped must never eat into the floors of others."""
+        return self._entry.lease(size_bytes, owned=True, deadline_s=self._lease_deadline_s, want=urgent)
 
     def _lower_lease(self) -> None:
         surplus = self._entry.lease_bytes - self._held()
@@ -220,21 +221,25 @@ class Mapper:
                 mapped_bytes=stats.mapped_bytes,
                 prepared_bytes=stats.prepared_bytes,
                 quarantined_bytes=stats.quarantined_bytes,
-                handle_bytes=stats.cached_bytes + stats.zero_bytes,
+                handles_bytes=stats.cached_bytes,
+                zero_bytes=stats.zero_bytes,
                 virtual_bytes=stats.reserved_bytes,
                 parked_bytes=report.parked_bytes if report else 0,
                 retired_bytes=report.retired_bytes if report else 0,
                 cached_bytes=report.cached_bytes if report else 0,
                 owned_bytes=report.owned_bytes if report else 0,
-                wanted_bytes=report.wanted_bytes if report else 0,
             )
         )
 
     def _beat(self) -> None:
         while not self._stop.wait(_HEARTBEAT_S):
-            with self._lock, contextlib.suppress(Misuse):  # a forked child is told so by its next call
-                if not self._closed:
+            with self._lock:
+                if self._closed:
+                    return
+                try:
                     self._entry.heartbeat()
+                except PeerError as error:  # the lease is kept; the next beat tries again
+                    _log.warning("the card's record could not be reached: %s", error)
 
 
 def _limits_of(report: Report) -> tuple[int, int, float, int]:

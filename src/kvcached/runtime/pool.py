@@ -19,19 +19,21 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvcached.core.ledger import GrowPlan, Ledger, ShrinkPlan
+from kvcached.core.ledger import Ledger
 from kvcached.core.limits import Limits
+from kvcached.core.pages import NO_MARKER
+from kvcached.core.plans import GrowPlan, ShrinkPlan
 from kvcached.errors import InvariantBroken, KVCachedError, Misuse, PoolExhausted, StateUnknown
-from kvcached.ranks.api import MapperPort, Outcome, Report, Verdict
+from kvcached.ranks.api import MapperPort, MapperStatus, Outcome, Report, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from kvcached.core.geometry import BlockGeometry
-    from kvcached.core.ledger import PoolCounts
+    from kvcached.core.report import PoolCounts
 
 Ranges = list[tuple[int, int]]
-NOTHING_IN_FLIGHT: Final = 0
+NOTHING_IN_FLIGHT: Final = NO_MARKER
 """The marker of a give behind which no work was queued."""
 
 
@@ -72,14 +74,13 @@ class Pool:
         self.on_low: Callable[[], None] | None = None
         self.low_mark_pages = 0
         self.misses = 0
-        self.taken_pages = 0
+        self.grown_pages = 0
         self._port = port
         self._press = press
         self._step_bytes = geometry.release_step_bytes
         self._ledger = Ledger(geometry, limit_pages=self._pages_within(limits.limit_bytes))
         self._done: deque[tuple[GrowPlan | ShrinkPlan, Future[Outcome]]] = deque()
         self._failed: StateUnknown | None = None
-        self._wanted_bytes = 0
         self._closed = False
         self._adopt(adopted_pages)
 
@@ -181,45 +182,60 @@ class Pool:
 
     # ------------------------------------------------------------------ pages
 
-    def grow(self, blocks: int, deadline_s: float | None = None, *, owned: bool = True) -> int:
+    def grow(self, blocks: int, deadline_s: float | None = None, *, urgent: bool = True) -> int:
         """Map pages for `blocks` more blocks, as many as limit, card and deadline allow. Returns the blocks gained.
 
-        `owned`: the blocks are for requests that wait for them, so other pools are asked to give memory back; a reserve is not worth that.
+        `urgent`: requests wait for the blocks, so other pools are asked to give memory back.
         """
         with self.lock:
             self._settle_done()
             before = self._ledger.available()
             deadline = time.monotonic() + (self.options.grow_deadline_s if deadline_s is None else deadline_s)
             missing = self._pages_for(blocks)
-            refused = self._grow_once(missing, deadline, owned) if missing > 0 else None
+            refused = self._grow_once(missing, deadline, urgent) if missing > 0 else None
             if refused is not None:
-                self._grow_after_refusal(before + blocks, refused, deadline, owned)
+                self._grow_after_refusal(before + blocks, refused, deadline, urgent)
             return self._ledger.available() - before
 
-    def _grow_after_refusal(self, target_blocks: int, refused: Outcome, deadline: float, owned: bool) -> None:
+    def _grow_after_refusal(self, target_blocks: int, refused: Outcome, deadline: float, urgent: bool) -> None:
         """Ask others for memory, then take what there is: all of it, else as many whole pages as were grantable."""
-        if owned and self._press is not None:
-            self._wanted_bytes = self._pages_for(target_blocks - self._ledger.available()) * self._step_bytes
-            if self._press(self._wanted_bytes, max(0.0, deadline - time.monotonic())) > 0:
-                again = self._grow_once(self._pages_for(target_blocks - self._ledger.available()), deadline, owned)
+        if urgent and self._press is not None:
+            wanted_bytes = self._pages_for(target_blocks - self._ledger.available()) * self._step_bytes
+            if self._press(wanted_bytes - refused.size_bytes, max(0.0, deadline - time.monotonic())) > 0:
+                again = self._grow_once(self._pages_for(target_blocks - self._ledger.available()), deadline, urgent)
                 if again is None:
-                    self._wanted_bytes = 0
-                    return
+                                return
                 refused = again
         pages = min(refused.size_bytes // self._step_bytes, self._pages_for(target_blocks - self._ledger.available()))
         if pages > 0:
-            self._grow_once(pages, deadline, owned)
+            self._grow_once(pages, deadline, urgent)
+
+    def grow_reserve(self, pages: int, deadline_s: float = 1.0) -> int:
+        """Map up to `pages` pages ahead of need. Returns the pages gained within the deadline."""
+        with self.lock:
+            self._refuse()
+            self._settle_done()
+            plan = self._ledger.plan_grow(pages, max_run_pages=self._run_pages(pages))
+        if not plan.runs:
+            return 0
+        future = self._perform(plan, self._port.map(plan.runs, urgent=False))
+        outcome = self._wait(future, time.monotonic() + deadline_s)
+        return sum(count for _, count in plan.runs) if outcome is not None and outcome.verdict is Verdict.DONE else 0
+
+    def pages_over(self, size_bytes: int) -> int:
+        """The least number of pages that together hold `size_bytes`."""
+        return -(-size_bytes // self._step_bytes)
 
     def _pages_for(self, blocks: int) -> int:
         return -(-blocks // self.geometry.max_blocks_per_page)
 
-    def _grow_once(self, pages: int, deadline: float, owned: bool) -> Outcome | None:
+    def _grow_once(self, pages: int, deadline: float, urgent: bool) -> Outcome | None:
         """None when the pages were mapped or the limit allows none; else the outcome that says why not."""
         plan = self._ledger.plan_grow(pages, max_run_pages=self._run_pages(pages))
         if not plan.runs:
             return None
-        self.taken_pages += sum(count for _, count in plan.runs)
-        future = self._perform(plan, self._port.map(plan.runs, owned=owned))
+        self.grown_pages += sum(count for _, count in plan.runs)
+        future = self._perform(plan, self._port.map(plan.runs, urgent=urgent))
         outcome = self._wait(future, deadline)
         return None if outcome is None or outcome.verdict is Verdict.DONE else outcome
 
@@ -317,6 +333,10 @@ class Pool:
             self._settle_done()
             return self._ledger.counts()
 
+    def port_status(self, timeout_s: float) -> MapperStatus:
+        """What the mapper holds. Raises `PeerTimeout`, `PeerLost`."""
+        return self._port.status(timeout_s)
+
     @property
     def ledger(self) -> Ledger:
         """For sight (explain, invariants): read it with the lock held, change it only through this pool."""
@@ -336,7 +356,6 @@ class Pool:
                 retired_bytes=counts.retired_pages * step,
                 cached_bytes=counts.cached_blocks * block_bytes,
                 owned_bytes=counts.owned_blocks * block_bytes,
-                wanted_bytes=self._wanted_bytes,
             )
         )
 

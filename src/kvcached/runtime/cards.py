@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A card as one process opens it: the device, its shared record, and the mappers on it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvcached.card.card import Card
+from kvcached.card.record import CardIdentity, EntrySpec, Kind
+from kvcached.core.geometry import BlockGeometry, choose_geometry
+from kvcached.errors import DeviceError, PoolExhausted, SettingError
+from kvcached.ranks.api import Verdict
+from kvcached.runtime.facts import MapperFacts
+from kvcached.runtime.fence import FenceFactory, NothingInFlight
+from kvcached.runtime.mapper import Mapper
+from kvcached.runtime.peers import Peers
+from kvcached.units import MIB, format_size
+from kvcached.vmm.api import ArenaConfig, ZeroBacking
+from kvcached.vmm.native import open_device
+
+if TYPE_CHECKING:
+    from kvcached.card.entry import Entry
+    from kvcached.config import Settings
+    from kvcached.vmm.api import Device
+
+_log = logging.getLogger("kvcached.cards")
+_ZERO_BACKING: Final = {"never": ZeroBacking.NEVER, "used": ZeroBacking.USED, "all": ZeroBacking.ALL}
+_RETRY_S: Final = 0.05
+
+
+def pool_socket(run_dir: Path, instance: str) -> Path:
+    """Where the owner of `instance` answers `kvctl` and other pools."""
+    return run_dir / "pools" / f"{instance}.sock"
+
+
+def rank_socket(run_dir: Path, instance: str, rank: int) -> Path:
+    """Where the mapper `rank` of `instance` waits for its owner."""
+    return run_dir / "ranks" / f"{instance}-{rank}.sock"
+
+
+class OpenCard:
+    """Close it last: its mappers hold memory of its device. Use `open`."""
+
+    def __init__(self, settings: Settings, device: Device, card: Card, budget_bytes: int) -> None:
+        self.settings = settings
+        self.device = device
+        self.record = card
+        self.budget_bytes = budget_bytes
+
+    @classmethod
+    def open(cls, settings: Settings, name: str) -> OpenCard:
+        """`name` is `host:N`, `cuda:N` or `hip:N`. Raises `DeviceError` (no such card), `SettingError`, `PeerError`."""
+        backend, _, ordinal = name.partition(":")
+        host = backend == "host"
+        for directory in (settings.run_dir, settings.host_dir) if host else (settings.run_dir,):
+            _make_private(directory, settings.run_group)
+        device = open_device(
+            backend,
+            int(ordinal),
+            host_capacity_bytes=settings.host_capacity_bytes if host else 0,
+            host_granularity_bytes=settings.host_granularity_bytes if host else 0,
+            host_dir=settings.host_dir if host else None,
+        )
+        try:
+            return cls._enter(settings, device)
+        except BaseException:
+            device.close()
+            raise
+
+    @classmethod
+    def _enter(cls, settings: Settings, device: Device) -> OpenCard:
+        info = device.info
+        budget_bytes = settings.budget_bytes(info.total_bytes)
+        card = Card.open(
+            settings.run_dir,
+            CardIdentity(info.uuid, info.name, info.total_bytes),
+            budget_bytes=budget_bytes,
+            margin_bytes=0 if info.backend == "host" else settings.margin_bytes,  # a host card has no other tenants than pools
+            measure_free=lambda: device.memory()[0],
+            group_mode=settings.run_group is not None,
+        )
+        return cls(settings, device, card, budget_bytes)
+
+    def geometry(self, block_bytes: int, blocks: int, *, planes: int = 1, can_pad_stride: bool = True) -> BlockGeometry:
+        """Page and stride for `blocks` blocks of `block_bytes` per plane on this card. Raises `GeometryError`."""
+        floor_mb = self.settings.page_size_mb
+        return choose_geometry(
+            block_bytes,
+            blocks,
+            self.device.info.granularity_bytes,
+            planes=planes,
+            can_pad_stride=can_pad_stride,
+            page_bytes_floor=None if floor_mb is None else floor_mb * MIB,
+        )
+
+    def lease_other(self, instance: str, name: str, size_bytes: int, timeout_s: float) -> Entry:
+        """Lease memory that is not KV (weights, activations) before it is allocated; other pools are pressed for it.
+
+        Raises `PoolExhausted` with both numbers when the card cannot grant it within `timeout_s`.
+        """
+        entry = self.record.register(EntrySpec(Kind.OTHER, instance, name))
+        deadline = time.monotonic() + timeout_s
+        while True:
+            result = entry.lease(size_bytes, owned=True)
+            if result.granted:
+                return entry
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                entry.close()
+                raise PoolExhausted(size_bytes, result.grantable_bytes, "bytes", f"weights and activations do not fit the card: {result.reason}")
+            if self._peers(instance).press(size_bytes - result.grantable_bytes, left_s) == 0:
+                time.sleep(min(_RETRY_S, left_s))
+
+    def open_mapper(
+        self,
+        geometry: BlockGeometry,
+        *,
+        instance: str,
+        name: str,
+        rank: int = 0,
+        fence: FenceFactory = NothingInFlight,
+        initial_pages: int = 0,
+        floor_bytes: int = 0,
+    ) -> Mapper:
+        """Register, reserve the range and map pages 0 .. initial_pages-1.
+
+        Raises `PeerRefused` (the same instance lives, the floor does not fit), `PoolExhausted` (no room for the first pages).
+        """
+        entry = self.record.register(
+            EntrySpec(
+                Kind.KV,
+                instance,
+                name,
+                endpoint=str(pool_socket(self.settings.run_dir, instance)),
+                limit_bytes=limit_bytes(self.settings, self.budget_bytes),
+                floor_bytes=floor_bytes,
+                weight=self.settings.weight,
+                rank=rank,
+            )
+        )
+        try:
+            mapper = self._start_mapper(entry, geometry, fence, initial_pages)
+        except BaseException:
+            entry.close()
+            raise
+        try:
+            self._map_first(mapper, instance, initial_pages)
+        except BaseException:
+            mapper.close()
+            raise
+        return mapper
+
+    def _start_mapper(self, entry: Entry, geometry: BlockGeometry, fence: FenceFactory, initial_pages: int) -> Mapper:
+        settings = self.settings
+        arena = self.device.create_arena(
+            ArenaConfig(
+                page_bytes=geometry.page_bytes,
+                pages=geometry.pages,
+                planes=geometry.planes,
+                plane_stride_bytes=geometry.plane_bytes,
+                zero_backing=_ZERO_BACKING[settings.zero_backing],
+            )
+        )
+        try:
+            return Mapper(
+                arena,
+                entry,
+                facts=MapperFacts(geometry, initial_pages, self.device.info.uuid, self.budget_bytes),
+                fence=fence,
+                lease_deadline_s=settings.lease_timeout_ms / 1000,
+                handle_cache_bytes=settings.handle_cache_mb * MIB,
+            )
+        except BaseException:
+            arena.close()
+            raise
+
+    def _map_first(self, mapper: Mapper, instance: str, pages: int) -> None:
+        """The pages that the engine touches before its scheduler exists."""
+        if not pages:
+            return
+        deadline = time.monotonic() + self.settings.ipc_timeout_s
+        needed_bytes = pages * mapper.facts.geometry.release_step_bytes
+        while True:
+            outcome = mapper.map([(page, 1) for page in range(pages)], urgent=True).result()
+            left_s = deadline - time.monotonic()
+            if outcome.verdict is Verdict.DONE:
+                return
+            if outcome.verdict is not Verdict.EXHAUSTED:
+                raise DeviceError("map", int(outcome.verdict), needed_bytes, f"the first {pages} pages could not be mapped: {outcome.reason}")
+            if left_s <= 0:
+                raise PoolExhausted(needed_bytes, outcome.size_bytes, "bytes", f"no room on the card for the first pages: {outcome.reason}")
+            if self._peers(instance).press(needed_bytes - outcome.size_bytes, left_s) == 0:
+                time.sleep(min(_RETRY_S, left_s))
+
+    def _peers(self, instance: str) -> Peers:
+        return Peers(self.settings.run_dir, self.device.info.uuid, instance)
+
+    def close(self) -> None:
+        self.record.close()
+        self.device.close()
+
+
+def limit_bytes(settings: Settings, budget_bytes: int) -> int:
+    """The limit that a pool starts with. Raises `SettingError` above the budget."""
+    asked_bytes = budget_bytes if settings.limit is None else settings.limit.of(budget_bytes)
+    if asked_bytes > budget_bytes:
+        raise SettingError(
+            f"KVCACHED_LIMIT is {format_size(asked_bytes)}; allowed is at most the card's budget, {format_size(budget_bytes)} (KVCACHED_BUDGET)"
+        )
+    return asked_bytes
+
+
+def floor_bytes(settings: Settings, budget_bytes: int, longest_request_bytes: int) -> int:
+    """The floor that a pool starts with: one longest request, at most 1/16 of the budget, unless it is set."""
+    return min(longest_request_bytes, budget_bytes // 16) if settings.floor is None else settings.floor.of(budget_bytes)
+
+
+def _make_private(directory: Path, group: int | None) -> None:
+    mode = 0o700 if group is None else 0o2770
+    for path in (directory, directory / "pools", directory / "ranks"):
+        path.mkdir(mode=mode, parents=True, exist_ok=True)

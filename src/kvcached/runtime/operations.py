@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pool offers to the outside: the control endpoint's operations, acting on an idle engine too.
+
+Every operation that needs the pool's lock waits for it with a bound: an engine holds it only inside its scheduler's entry points.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from kvcached.core.limits import Limits
+from kvcached.errors import PeerTimeout
+from kvcached.runtime.control import BytesAnswer, ChangeAnswer, Explanation, PoolStatus, WeightAnswer
+from kvcached.runtime.explain import explain_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvcached.runtime.facts import MapperFacts
+    from kvcached.runtime.keeper import Keeper
+    from kvcached.runtime.pool import Pool
+
+_LOCK_TIMEOUT_S: Final = 1.0
+_STATUS_TIMEOUT_S: Final = 1.0
+
+
+class PoolOperations:
+    """Implements `kvcached.runtime.control.PoolControl` on a pool and its keeper."""
+
+    def __init__(self, pool: Pool, keeper: Keeper, facts: MapperFacts, *, instance: str, name: str, port_status_timeout_s: float = _STATUS_TIMEOUT_S) -> None:
+        self._pool = pool
+        self._keeper = keeper
+        self._facts = facts
+        self._instance = instance
+        self._name = name
+        self._status_timeout_s = port_status_timeout_s
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[Pool]:
+        if not self._pool.lock.acquire(timeout=_LOCK_TIMEOUT_S):
+            raise PeerTimeout(f"the engine of {self._instance} has been inside one scheduling step for over {_LOCK_TIMEOUT_S:g} s; try again")
+        try:
+            yield self._pool
+        finally:
+            self._pool.lock.release()
+
+    def status(self) -> PoolStatus:
+        with self._locked() as pool:
+            counts, limits, failed = pool.counts(), pool.limits, pool.failed
+            overage_pages = pool.overage_pages()
+        mapper = self._pool.port_status(self._status_timeout_s)
+        geometry, step = pool.geometry, pool.geometry.release_step_bytes
+        block_bytes = geometry.planes * geometry.block_stride_bytes
+        return PoolStatus(
+            instance=self._instance,
+            name=self._name,
+            pid=os.getpid(),
+            card=self._facts.card_uuid,
+            state="refusing" if failed else "over" if overage_pages else "ok",
+            reason=str(failed or ""),
+            budget_bytes=self._facts.budget_bytes,
+            capacity_bytes=geometry.range_bytes,
+            page_bytes=step,
+            block_bytes=block_bytes,
+            lease_bytes=mapper.lease_bytes,
+            held_bytes=mapper.held_bytes,
+            limit_bytes=limits.limit_bytes,
+            limit_revision=limits.revision,
+            floor_bytes=limits.floor_bytes,
+            weight=int(limits.weight),
+            owned_bytes=counts.owned_blocks * block_bytes,
+            cached_bytes=counts.cached_blocks * block_bytes,
+            parked_bytes=counts.parked_pages * step,
+            retired_bytes=counts.retired_pages * step,
+            mapped_bytes=mapper.mapped_bytes,
+        )
+
+    def limit(self, limit_bytes: int, revision: int | None = None) -> ChangeAnswer:
+        return self._change(limit_bytes, revision, self._least_bytes(), "limit_bytes")
+
+    def floor(self, floor_bytes: int) -> ChangeAnswer:
+        return self._change(floor_bytes, None, 0, "floor_bytes")
+
+    def _least_bytes(self) -> int:
+        """The pages that are pinned stay mapped whatever the limit."""
+        return self._pool.counts().pinned_pages * self._pool.geometry.release_step_bytes
+
+    def _change(self, asked_bytes: int, revision: int | None, least_bytes: int, field: str) -> ChangeAnswer:
+        with self._locked() as pool:
+            limits = pool.limits
+            if revision is not None and revision <= limits.revision:
+                return self._answer("stale", asked_bytes, getattr(limits, field), f"revision {limits.revision} is in force")
+            most_bytes = min(pool.geometry.range_bytes, self._facts.budget_bytes)
+            in_force_bytes = max(least_bytes, min(asked_bytes, most_bytes))
+            changed = {field: in_force_bytes, "revision": limits.revision + 1 if revision is None else revision}
+            pool.set_limits(replace(limits, **changed))
+        self._keeper.enforce_limit()
+        self._pool.report()
+        if in_force_bytes != asked_bytes:
+            edge = "the card's budget or the address range" if asked_bytes > most_bytes else "the pages that always stay mapped"
+            return self._answer("clamped", asked_bytes, in_force_bytes, f"{edge} set the bound")
+        over = self._pool.overage_pages()
+        return self._answer("deferred" if over else "applied", asked_bytes, in_force_bytes, "running requests hold the rest" if over else "")
+
+    def _answer(self, outcome: str, asked_bytes: int, in_force_bytes: int, reason: str) -> ChangeAnswer:
+        return ChangeAnswer(
+            outcome=outcome,  # type: ignore[arg-type]  # the callers above name only outcomes that the model knows
+            asked_bytes=asked_bytes,
+            in_force_bytes=in_force_bytes,
+            overage_bytes=self._pool.overage_pages() * self._pool.geometry.release_step_bytes,
+            revision=self._pool.limits.revision,
+            reason=reason,
+        )
+
+    def weight(self, weight: int) -> WeightAnswer:
+        with self._locked() as pool:
+            pool.set_limits(Limits(pool.limits.limit_bytes, pool.limits.floor_bytes, weight, pool.limits.revision + 1))
+        self._pool.report()
+        return WeightAnswer(weight=weight)
+
+    def trim(self, size_bytes: int | None = None) -> BytesAnswer:
+        with self._locked() as pool:
+            pages = pool.geometry.pages if size_bytes is None else pool.pages_over(size_bytes)
+        given_bytes = self._pool.shrink(pages) + self._pool.trim_handles()
+        self._pool.report()
+        return BytesAnswer(given_bytes=given_bytes)
+
+    def evict(self, size_bytes: int) -> BytesAnswer:
+        with self._locked() as pool:
+            pages = pool.pages_over(size_bytes)
+            pool.free_pages(pages)
+        given_bytes = self._pool.shrink(pages)
+        self._pool.report()
+        return BytesAnswer(given_bytes=given_bytes)
+
+    def explain(self) -> Explanation:
+        mapper = self._pool.port_status(self._status_timeout_s)
+        with self._locked() as pool:
+            return explain_pool(pool, mapper)
+
+    def pressure(self, wanted_bytes: int) -> BytesAnswer:
+        """Parked pages at once, then cached blocks as far as the pool stays at or above its floor."""
+        with self._locked() as pool:
+            pages = pool.pages_over(wanted_bytes)
+        given_bytes = self._pool.shrink(pages) + self._pool.trim_handles()
+        if given_bytes < wanted_bytes:
+            given_bytes += self._give_cached(wanted_bytes - given_bytes)
+        self._pool.report()
+        return BytesAnswer(given_bytes=given_bytes)
+
+    def _give_cached(self, wanted_bytes: int) -> int:
+        with self._locked() as pool:
+            spare_bytes = pool.counts().held_pages * pool.geometry.release_step_bytes - pool.limits.floor_bytes
+            pages = pool.pages_over(min(wanted_bytes, max(0, spare_bytes)))
+            pool.free_pages(pages)
+        return self._pool.shrink(pages)

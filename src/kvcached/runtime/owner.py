@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An owner: pool, keeper and control endpoint of one engine, in the process that decides."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from kvcached.core.limits import Limits
+from kvcached.runtime.cards import floor_bytes, limit_bytes, pool_socket
+from kvcached.runtime.control import ControlServer
+from kvcached.runtime.keeper import Keeper, KeeperOptions
+from kvcached.runtime.operations import PoolOperations
+from kvcached.runtime.peers import Peers
+from kvcached.runtime.pool import Pool, PoolOptions
+from kvcached.units import MIB, ceil_div
+
+if TYPE_CHECKING:
+    from kvcached.config import Settings
+    from kvcached.ranks.api import MapperPort
+    from kvcached.runtime.facts import MapperFacts
+
+_log = logging.getLogger("kvcached.owner")
+
+
+class Owner:
+    """Start it with the port of a mapper and what the mapper told; close it to give everything back.
+
+    `longest_request_blocks`: blocks of the longest request that the engine accepts, for the floor. `block_tokens`: tokens of a block,
+    for the bound of the prefix cache.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        port: MapperPort,
+        facts: MapperFacts,
+        *,
+        instance: str,
+        name: str,
+        block_tokens: int = 1,
+        longest_request_blocks: int = 1,
+    ) -> None:
+        geometry = facts.geometry
+        step_bytes = geometry.release_step_bytes
+        longest_bytes = ceil_div(longest_request_blocks, geometry.max_blocks_per_page) * step_bytes
+        floor = floor_bytes(settings, facts.budget_bytes, longest_bytes)
+        self.facts = facts
+        self.instance = instance
+        self.pool = Pool(
+            geometry,
+            port,
+            Limits(limit_bytes(settings, facts.budget_bytes), floor, float(settings.weight)),
+            PoolOptions(
+                large_run_pages=max(1, settings.large_run_mb * MIB // step_bytes),
+                max_cached_blocks=-1 if settings.max_cached_tokens < 0 else settings.max_cached_tokens // block_tokens,
+            ),
+            adopted_pages=facts.adopted_pages,
+            press=Peers(settings.run_dir, facts.card_uuid, instance).press,
+        )
+        reserve = settings.prealloc_enabled
+        self.control: ControlServer | None = None
+        self.keeper = Keeper(
+            self.pool,
+            KeeperOptions(
+                min_reserved_pages=settings.min_reserved_pages if reserve else 0,
+                max_reserved_pages=settings.max_reserved_pages if reserve else 0,
+                idle_trim_s=settings.idle_trim_s,
+            ),
+            watch=self._keep_reachable,
+        )
+        self.operations = PoolOperations(self.pool, self.keeper, facts, instance=instance, name=name)
+        self.control = ControlServer(pool_socket(settings.run_dir, instance), self.operations, group=settings.run_group)
+
+    def start(self) -> None:
+        """Answer control calls and keep the reserve. Raises `SettingError` when a live process has the same instance name."""
+        assert self.control is not None
+        self.control.start()
+        self.keeper.start()
+        self.pool.report()
+
+    def _keep_reachable(self) -> None:
+        """The run directory may be deleted under a live engine."""
+        if self.control is not None:
+            self.control.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.control.ensure_bound()
+
+    def close(self) -> None:
+        """Refuse control calls, stop the keeper, give everything back. A second call does nothing."""
+        if self.control is not None:
+            self.control.stop()
+        self.keeper.stop()
+        self.pool.close()
+
