@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger: who owns which block, and which pages are mapped for them. Plain data; the pool above holds the one lock.
+
+Blocks are free, owned or cached (evictable); they travel as ranges (first, count) or as single ids. A take finds blocks on mapped
+pages only; pages come and go by plans that the pool performs and settles.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcached.core.blocks import BlockRange, BlockState, disown, free, free_whole, pieces_of_ids, require, state_of
+from kvcached.core.limits import LimitChange, LimitOutcome
+from kvcached.core.pages import MAPPING, PARKED, QUARANTINED, RETIRED, UNMAPPING, USED, VOID, PageState, PageTable
+from kvcached.core.plans import GrowPlan, Planner, ShrinkPlan
+from kvcached.core.report import PageReport, PoolCounts, count, page_reports
+from kvcached.core.victims import CacheIndex
+from kvcached.errors import Misuse
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from kvcached.core.geometry import BlockGeometry
+
+
+class Ledger:
+    """Blocks and pages of one pool. Not safe for threads; no clock: markers and uses are numbers that only grow.
+
+    Every call either does all that it says or changes nothing. `Misuse`: the caller names blocks that are not in the state the call
+    needs. `InvariantBroken`: a plan is settled that is not open.
+    """
+
+    __slots__ = ("_cache", "_planner", "_revision", "_table")
+
+    def __init__(self, geometry: BlockGeometry, *, limit_pages: int) -> None:
+        self._table = PageTable(geometry)
+        self._planner = Planner(self._table, max(0, min(limit_pages, geometry.pages)))
+        self._cache = CacheIndex(self._table)
+        self._revision = 0
+
+    @property
+    def geometry(self) -> BlockGeometry:
+        return self._table.geometry
+
+    # ------------------------------------------------------------------ take
+
+    def available(self) -> int:
+        """Free blocks on mapped pages: a take of that many succeeds."""
+        return self._table.available
+
+    def take(self, blocks: int) -> list[BlockRange] | None:
+        """`blocks` free blocks become owned; None, and nothing changed, when fewer are available.
+
+        They come from the page with the fewest free blocks that holds them all, else from empty pages, else from the emptiest ones:
+        blocks of one request stay together, and holes are filled before an empty page is begun.
+        """
+        table = self._table
+        if blocks > table.available:
+            return None
+        page = table.open_page
+        spare = table.counts[page] - blocks
+        if spare >= 0 < blocks and not (table.nonempty >> blocks) & ((1 << spare) - 1):
+            holes = table.frees[page]
+            low = holes & -holes
+            taken = low if blocks == 1 else low * ((1 << blocks) - 1)
+            if holes & taken == taken:
+                table.frees[page] = holes ^ taken
+                table.owned[page] |= taken
+                table.counts[page] = spare
+                table.available -= blocks
+                return [(table.starts[page] + low.bit_length() - 1, blocks)]
+        if blocks < 0:
+            raise Misuse(f"{blocks} blocks cannot be taken")
+        return self._take_scattered(blocks)
+
+    def _take_scattered(self, blocks: int) -> list[BlockRange]:
+        """Page by page. There are enough."""
+        table = self._table
+        ranges: list[BlockRange] = []
+        rest = blocks
+        while rest:
+            page = table.best_fit(rest) if rest < table.page_limit else table.none
+            if page == table.none and (table.parked or table.retired):
+                page = table.lowest(PARKED if table.parked else RETIRED)
+                if rest >= table.bpp > 0 and page < table.whole_pages:
+                    rest -= self._take_whole(page, rest // table.bpp, ranges)
+                    continue
+                table.occupy(page)
+            elif page == table.none:
+                page = table.roomiest()
+            table.open(page)
+            rest -= self._take_from(page, min(rest, table.counts[page]), ranges)
+        return ranges
+
+    def _take_whole(self, first: int, pages: int, ranges: list[BlockRange]) -> int:
+        """Up to `pages` adjacent empty pages in the state of the first one, all of their blocks. Returns the blocks taken."""
+        table = self._table
+        bpp = table.bpp
+        full = (1 << bpp) - 1
+        end = first + 1
+        if pages > 1:
+            window = table.states[first : min(first + pages, table.whole_pages)]
+            end = first + len(window) - len(window.lstrip(window[:1]))
+            pages = end - first
+        table.occupy(first, pages)
+        if pages == 1:
+            table.owned[first] = full
+            table.frees[first] = table.counts[first] = 0
+        else:
+            table.owned[first:end] = [full] * pages
+            table.frees[first:end] = table.counts[first:end] = [0] * pages
+        table.available -= pages * bpp
+        _append(ranges, first * bpp, pages * bpp)
+        return pages * bpp
+
+    def _take_from(self, page: int, blocks: int, ranges: list[BlockRange]) -> int:
+        """The lowest free blocks of a used page."""
+        table = self._table
+        holes, start, rest = table.frees[page], table.starts[page], blocks
+        while rest:
+            low = holes & -holes
+            stretch = holes & ~(holes + low)
+            shift = low.bit_length() - 1
+            length = min(rest, stretch.bit_length() - shift)
+            holes ^= ((1 << length) - 1) << shift
+            _append(ranges, start + shift, length)
+            rest -= length
+        table.owned[page] |= table.frees[page] ^ holes
+        table.frees[page] = holes
+        table.counts[page] -= blocks
+        table.available -= blocks
+        return blocks
+
+    def take_ids(self, ids: Sequence[int]) -> bool:
+        """Exactly these free blocks become owned; False, and nothing changed, when one is not free on a mapped page."""
+        table = self._table
+        pieces = pieces_of_ids(table, ids)
+        if any(table.frees[page] & blocks != blocks for page, blocks in pieces.items()):
+            return False
+        for page, blocks in pieces.items():
+            if table.states[page] != USED:
+                table.occupy(page)
+            table.frees[page] ^= blocks
+            table.owned[page] |= blocks
+            table.counts[page] -= blocks.bit_count()
+            table.available -= blocks.bit_count()
+            if page != table.open_page:
+                table.index(page, table.counts[page])
+        return True
+
+    # ------------------------------------------------------------------ give
+
+    def give(self, ranges: Iterable[BlockRange], marker: int) -> None:
+        """Owned blocks become free. Work up to step `marker` may still read them, so a page that this empties retires until then.
+
+        Raises `Misuse`, naming the block, when one is not owned or is named twice; then nothing has changed.
+        """
+        table = self._table
+        for page, blocks, pages in disown(table, ranges):
+            if pages == 1:
+                free(table, page, blocks, marker)
+            else:
+                free_whole(table, page, pages, marker)
+
+    def advance(self, completed_marker: int) -> int:
+        """All work up to this step has finished: pages that retired by then are parked. Returns how many."""
+        return self._table.advance(completed_marker)
+
+    # ------------------------------------------------------------------ cached blocks
+
+    def give_cached(self, ids: Sequence[int], marker: int, last_use: int, cost: float = 1) -> None:
+        """Owned blocks become cached: kept for reuse until they are evicted, those named first before others of the same use.
+
+        `last_use` grows with time; `cost` is what losing one block costs. On a quarantined page they are lost instead.
+        """
+        table = self._table
+        pieces = pieces_of_ids(table, ids)
+        require(table, pieces, table.owned, "owned", "cached")
+        for page, blocks in pieces.items():
+            table.owned[page] ^= blocks
+            table.markers[page] = max(marker, table.markers[page])
+            if table.states[page] != QUARANTINED:
+                table.cached[page] |= blocks
+        table.largest_marker = max(marker, table.largest_marker)
+        for block in ids:
+            page = table.page_of(block)
+            if table.states[page] != QUARANTINED:
+                self._cache.add(block, page, last_use, cost)
+
+    def touch(self, ids: Sequence[int]) -> None:
+        """Cached blocks become owned again."""
+        for page, blocks in self._uncache(ids, "touched").items():
+            self._table.owned[page] |= blocks
+
+    def evict(self, ids: Sequence[int]) -> None:
+        """Cached blocks become free."""
+        for page, blocks in self._uncache(ids, "evicted").items():
+            free(self._table, page, blocks, self._table.markers[page])
+
+    def _uncache(self, ids: Sequence[int], verb: str) -> dict[int, int]:
+        table = self._table
+        pieces = pieces_of_ids(table, ids)
+        require(table, pieces, table.cached, "cached", verb)
+        for page, blocks in pieces.items():
+            table.cached[page] ^= blocks
+        self._cache.remove(ids, pieces)
+        return pieces
+
+    @property
+    def cached_blocks(self) -> int:
+        return len(self._cache)
+
+    def victims_for_blocks(self, blocks: int) -> list[int]:
+        """Up to `blocks` cached blocks, the coldest: evicting them frees as many on mapped pages."""
+        return self._cache.coldest(blocks)
+
+    def victims_for_pages(self, pages: int) -> list[int]:
+        """The cached blocks whose eviction empties `pages` pages, in whole runs, at the least cost per page; fewer if need be."""
+        return self._cache.cheapest_runs(pages)
+
+    def cached_overflow(self, max_cached_blocks: int) -> list[int]:
+        """The cached blocks to evict so that at most `max_cached_blocks` stay; below 0 there is no cap."""
+        return self._cache.coldest(len(self._cache) - max_cached_blocks) if max_cached_blocks >= 0 else []
+
+    # ------------------------------------------------------------------ pages
+
+    def plan_grow(
+        self, pages: int, *, max_run_pages: int = 1, allow_partial: bool = True, max_stranded_pages: int | None = None
+    ) -> GrowPlan:
+        """The lowest unmapped pages, within limit and range, in runs of up to `max_run_pages` (single ones beyond `max_stranded_pages`).
+
+        The plan has no runs when there is nothing to map, or fewer than `pages` and not `allow_partial`.
+        """
+        return self._planner.plan_grow(pages, max_run_pages, allow_partial, max_stranded_pages)
+
+    def settle_grow(self, plan: GrowPlan, mapped: bool, quarantined: Collection[int] = ()) -> None:
+        """What became of a plan: its pages are parked now or unmapped again, except those whose state nobody knows."""
+        self._planner.settle_grow(plan, mapped, quarantined)
+
+    def plan_shrink(self, pages: int, *, keep_parked: int = 0, highest_first: bool = True) -> ShrinkPlan:
+        """Whole parked runs for `pages` pages; the last may exceed them. `keep_parked` pages stay, and so do pinned ones."""
+        return self._planner.plan_shrink(pages, keep_parked, highest_first)
+
+    def settle_shrink(self, plan: ShrinkPlan, released: bool, quarantined: Collection[int] = ()) -> None:
+        """What became of a plan: its pages are unmapped now or parked again, except those whose state nobody knows."""
+        self._planner.settle_shrink(plan, released, quarantined)
+
+    def pin(self, page: int) -> None:
+        """Never unmap this page."""
+        self._table.pinned.add(page)
+
+    def quarantine(self, pages: Iterable[int]) -> list[int]:
+        """Nobody knows whether these pages are mapped. Owned blocks stay owned and never become free; cached ones are lost and returned."""
+        table = self._table
+        lost: list[int] = []
+        for page in pages:
+            if table.states[page] in (MAPPING, UNMAPPING, VOID):
+                raise Misuse(f"page {page} is {PageState(table.states[page]).name}: name it when its plan is settled")
+            blocks = self._cache.blocks_on(page)
+            if blocks:
+                table.cached[page] = 0
+                self._cache.remove(blocks, (page,))
+            lost += blocks
+            if table.states[page] != QUARANTINED:
+                table.quarantine(page)
+        return lost
+
+    # ------------------------------------------------------------------ limits and sight
+
+    def set_limit(self, limit_pages: int, revision: int) -> LimitChange:
+        """Bound what is held, from the next plan on. Nothing that is owned is taken; `overage_pages` go as they become free."""
+        if revision < self._revision:
+            return LimitChange(LimitOutcome.STALE, self._planner.limit_pages, self.overage_pages())
+        self._revision = revision
+        self._planner.limit_pages = max(len(self._table.pinned), min(limit_pages, self._table.geometry.pages))
+        overage = self.overage_pages()
+        outcome = LimitOutcome.DEFERRED if overage else LimitOutcome.APPLIED
+        if self._planner.limit_pages != limit_pages:
+            outcome = LimitOutcome.CLAMPED
+        return LimitChange(outcome, self._planner.limit_pages, overage)
+
+    def overage_pages(self) -> int:
+        """Pages held beyond the limit."""
+        return max(0, self._table.held - self._planner.limit_pages)
+
+    @property
+    def limit_pages(self) -> int:
+        return self._planner.limit_pages
+
+    @property
+    def parked_pages(self) -> int:
+        return self._table.parked
+
+    @property
+    def retired_pages(self) -> int:
+        return self._table.retired
+
+    @property
+    def held_pages(self) -> int:
+        return self._table.held
+
+    def stranded_pages(self) -> int:
+        """Parked pages that cannot be unmapped because their run has other pages in use."""
+        return self._table.stranded
+
+    def state_of(self, block: int) -> BlockState:
+        """Raises `Misuse` for an id outside the range."""
+        return state_of(self._table, block)
+
+    def is_owned(self, block: int) -> bool:
+        return self.state_of(block) is BlockState.OWNED
+
+    def is_cached(self, block: int) -> bool:
+        return self.state_of(block) is BlockState.CACHED
+
+    def counts(self) -> PoolCounts:
+        return count(self._table, self._planner.limit_pages, len(self._cache))
+
+    def pages(self) -> Iterator[PageReport]:
+        """Every page that is held, ascending."""
+        return page_reports(self._table)
+
+
+def _append(ranges: list[BlockRange], first: int, blocks: int) -> None:
+    """Add a range, joined to the last one when it follows it."""
+    if ranges and ranges[-1][0] + ranges[-1][1] == first:
+        first, blocks = ranges[-1][0], ranges.pop()[1] + blocks
+    ranges.append((first, blocks))
+
+
+__all__ = ["BlockRange", "BlockState", "GrowPlan", "Ledger", "PageReport", "PageState", "PoolCounts", "ShrinkPlan"]

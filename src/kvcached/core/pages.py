@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page table: state, blocks and run of every page, and an index of partly used pages by the number of their free blocks.
+
+Parallel arrays, because a warm take or give touches two or three numbers of one page and must cost about a microsecond. Sets of
+blocks on a page are integers (bit i = the page's i-th block). Each array has one entry more than there are pages: the entry
+`none` stands for "no page", so that the hot path needs no test for it.
+
+One used page is *open*: takes go to it while nothing fits better. Its free count may differ from the index, which holds it again
+only when another page is opened; so a run of takes from one page costs no index operation.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Final
+
+from kvcached.core.retirement import RetirementQueue
+
+if TYPE_CHECKING:
+    from kvcached.core.geometry import BlockGeometry
+
+
+class PageState(IntEnum):
+    """What a page is, as one byte of the table."""
+
+    UNMAPPED = 0
+    MAPPING = 1  # in a plan to grow that is not settled
+    PARKED = 2  # mapped, empty, nothing in flight reads it
+    USED = 3  # has owned or cached blocks
+    RETIRED = 4  # mapped and empty, but work in flight may read it
+    UNMAPPING = 5  # in a plan to shrink that is not settled
+    QUARANTINED = 6  # held, but nobody knows whether it is mapped
+    VOID = 7  # no whole block lies on it
+
+
+UNMAPPED: Final = int(PageState.UNMAPPED)
+MAPPING: Final = int(PageState.MAPPING)
+PARKED: Final = int(PageState.PARKED)
+USED: Final = int(PageState.USED)
+RETIRED: Final = int(PageState.RETIRED)
+UNMAPPING: Final = int(PageState.UNMAPPING)
+QUARANTINED: Final = int(PageState.QUARANTINED)
+VOID: Final = int(PageState.VOID)
+
+NO_MARKER: Final = -1
+"""The marker of a page that no give has named: every completed marker is at least this."""
+
+
+class PageTable:
+    """State of `geometry.pages` pages. Changes keep the table's own sums right; what may be done when is the ledger's business."""
+
+    __slots__ = (
+        "available",
+        "bpp",
+        "buckets",
+        "cached",
+        "caps",
+        "completed",
+        "counts",
+        "frees",
+        "geometry",
+        "held",
+        "indexed",
+        "largest_marker",
+        "lost",
+        "lost_owned_blocks",
+        "lows",
+        "mapped_blocks",
+        "mapping",
+        "markers",
+        "none",
+        "nonempty",
+        "open_page",
+        "owned",
+        "page_limit",
+        "parked",
+        "pinned",
+        "retired",
+        "retirement",
+        "run_count",
+        "run_first",
+        "run_parked",
+        "starts",
+        "states",
+        "stranded",
+        "unmapping",
+        "whole_pages",
+    )
+
+    def __init__(self, geometry: BlockGeometry) -> None:
+        pages = geometry.pages
+        slots = pages + 1
+        regular = geometry.page_bytes % geometry.block_stride_bytes == 0
+        self.geometry = geometry
+        self.none = pages
+        self.page_limit = geometry.max_blocks_per_page  # no page has more blocks
+        self.bpp = self.page_limit if regular else 0  # blocks per page, 0 when it differs from page to page
+        self.whole_pages = min(pages, geometry.num_blocks // self.bpp) if regular else 0  # pages below this one have exactly bpp blocks
+        self.states = bytearray(slots)
+        self.states[pages] = VOID
+        self.frees = [0] * slots
+        self.owned = [0] * slots
+        self.cached = [0] * slots
+        self.counts = [0] * slots  # free blocks
+        self.caps = [self.bpp] * slots  # blocks; when they differ, known from the page's first mapping on and 0 before
+        self.starts = list(range(0, slots * self.bpp, self.bpp)) if regular else [0] * slots  # first block, likewise
+        self.markers = [NO_MARKER] * slots
+        for page in range(self.whole_pages, pages) if regular else ():
+            self.learn(page)
+        self.run_first = [0] * slots
+        self.run_count = [0] * slots  # pages of the run, at the run's first page; 0 elsewhere
+        self.run_parked: dict[int, int] = {}  # first page of each run of several pages -> how many of them are parked
+        self.pinned: set[int] = set()
+        self.available = 0  # free blocks on mapped pages
+        self.held = 0  # pages that are not unmapped (nor void)
+        self.mapping = self.parked = self.retired = self.unmapping = self.lost = 0  # of them; the rest is used
+        self.mapped_blocks = 0  # blocks of parked, used and retired pages
+        self.lost_owned_blocks = 0  # owned blocks of quarantined pages
+        self.stranded = 0  # parked pages in runs that are not wholly parked
+        self.completed = NO_MARKER
+        self.largest_marker = NO_MARKER
+        self.retirement = RetirementQueue()
+        self.lows = [0] * (VOID + 1)  # no page below lows[state] is in that state
+        self.open_page = pages
+        self.buckets: list[list[int]] = [[] for _ in range(self.page_limit)]  # free count -> heap of pages, some outdated
+        self.indexed = [0] * slots  # bit c: the page has an entry in buckets[c]
+        self.nonempty = 0  # bit c: buckets[c] has entries
+
+    def page_of(self, block: int) -> int:
+        """The page of an id within the range; -1 when it straddles two."""
+        return block // self.bpp if self.bpp else self.geometry.page_of(block)
+
+    # ------------------------------------------------------------------ choice of a page
+
+    def best_fit(self, blocks: int) -> int:
+        """The used page with the fewest free blocks that has room for `blocks`; the lowest id among equals, the open page first."""
+        open_count = self.counts[self.open_page]
+        ceiling = open_count if open_count >= blocks else self.page_limit
+        window = self.nonempty >> blocks
+        while window:
+            count = blocks + (window & -window).bit_length() - 1
+            if count >= ceiling:
+                break
+            page = self._head(count)
+            if page != self.none:
+                return page
+            window &= window - 1
+        return self.open_page if open_count >= blocks else self.none
+
+    def roomiest(self) -> int:
+        """The used page with the most free blocks, or `none`."""
+        open_count = self.counts[self.open_page]
+        window = self.nonempty
+        while window:
+            count = window.bit_length() - 1
+            if count <= open_count:
+                break
+            page = self._head(count)
+            if page != self.none:
+                return page
+            window ^= 1 << count
+        return self.open_page if open_count else self.none
+
+    def _head(self, count: int) -> int:
+        """The lowest page with `count` free blocks, or `none`; drops outdated entries on the way."""
+        heap, counts = self.buckets[count], self.counts
+        while heap:
+            page = heap[0]
+            if counts[page] == count:
+                return page
+            heappop(heap)
+            self.indexed[page] ^= 1 << count
+        self.nonempty ^= 1 << count
+        return self.none
+
+    def index(self, page: int, count: int) -> None:
+        """File a used page that is not open under its free count. An entry that is still there from before serves again."""
+        bit = 1 << count
+        if count and not self.indexed[page] & bit:
+            self.indexed[page] |= bit
+            self.nonempty |= bit
+            heappush(self.buckets[count], page)
+
+    def open(self, page: int) -> None:
+        """Make `page` the open page."""
+        former = self.open_page
+        if former != page:
+            self.open_page = page
+            self.index(former, self.counts[former])
+
+    def lowest(self, state: int) -> int:
+        """The lowest page in `state`, or -1. The search starts where the last one ended, unless a lower page came since."""
+        page = self.states.find(state, self.lows[state])
+        self.lows[state] = page if page >= 0 else self.none
+        return page
+
+    # ------------------------------------------------------------------ states
+
+    def occupy(self, first: int, pages: int = 1) -> None:
+        """Empty mapped pages, all in the same state, become used."""
+        if self.states[first] == PARKED:
+            self.parked -= pages
+            if self.run_parked:
+                self._count_parked(first, pages, -1)
+        else:
+            self.retired -= pages
+        if pages == 1:
+            self.states[first] = USED
+        else:
+            self.states[first : first + pages] = bytes((USED,)) * pages
+
+    def vacate(self, first: int, pages: int, marker: int) -> None:
+        """Used pages, all with this marker, have no blocks left: they retire, or are parked at once when nothing is in flight."""
+        state = PARKED
+        if marker > self.completed:
+            state = RETIRED
+            self.retired += pages
+            self.retirement.push(marker, first, pages)
+        if first <= self.open_page < first + pages:
+            self.open_page = self.none
+        if state == PARKED:
+            self._park(first, pages)
+        else:
+            self.states[first : first + pages] = bytes((RETIRED,)) * pages
+            self.lows[RETIRED] = min(first, self.lows[RETIRED])
+
+    def advance(self, completed: int) -> int:
+        """Retired pages whose marker is complete are parked. Returns how many. A marker below the last one changes nothing."""
+        if completed <= self.completed:
+            return 0
+        self.completed = completed
+        before = self.parked
+        for first, pages in self.retirement.pop_through(completed):
+            for page in range(first, first + pages):
+                if self.states[page] == RETIRED and self.markers[page] <= completed:
+                    self.retired -= 1
+                    self._park(page, 1)
+        return self.parked - before
+
+    def _park(self, first: int, pages: int) -> None:
+        self.states[first : first + pages] = bytes((PARKED,)) * pages
+        self.parked += pages
+        self.lows[PARKED] = min(first, self.lows[PARKED])
+        if self.run_parked:
+            self._count_parked(first, pages, 1)
+
+    def _count_parked(self, first: int, pages: int, sign: int) -> None:
+        """Bring the sums of runs of several pages up to date after pages became parked (+1) or no longer are (-1)."""
+        page, end = first, first + pages
+        while page < end:
+            run = self.run_first[page]
+            count = self.run_count[run]
+            stop = min(end, run + count)
+            if count > 1:
+                before = self.run_parked[run]
+                after = before + sign * (stop - page)
+                self.run_parked[run] = after
+                self.stranded += after % count - before % count  # a wholly parked run strands nothing
+            page = stop
+
+    # ------------------------------------------------------------------ mapping
+
+    def learn(self, page: int) -> bool:
+        """Read the page's blocks from the geometry. False when there is none; then the page is void from now on."""
+        blocks = self.geometry.blocks_of(page)
+        self.starts[page], self.caps[page] = blocks.start, len(blocks)
+        if not blocks:
+            self.states[page] = VOID
+        return bool(blocks)
+
+    def begin_map(self, first: int, pages: int) -> None:
+        """Unmapped pages become one run that is being mapped."""
+        self.states[first : first + pages] = bytes((MAPPING,)) * pages
+        self.run_first[first : first + pages] = [first] * pages
+        self.run_count[first] = pages
+        if pages > 1:
+            self.run_parked[first] = 0
+        self.held += pages
+        self.mapping += pages
+
+    def begin_unmap(self, first: int, pages: int) -> None:
+        """A whole run of parked pages. Its blocks are no longer there to be taken."""
+        self.parked -= pages
+        if pages > 1:
+            self._count_parked(first, pages, -1)
+        blocks = sum(self.caps[first : first + pages])
+        self.available -= blocks
+        self.mapped_blocks -= blocks
+        self.frees[first : first + pages] = self.counts[first : first + pages] = [0] * pages
+        self.states[first : first + pages] = bytes((UNMAPPING,)) * pages
+        self.unmapping += pages
+
+    def finish_mapped(self, first: int, pages: int) -> None:
+        """Pages that were being mapped are, or pages that were being unmapped still are: they are parked."""
+        self._leave_plan(first, pages)
+        caps = self.caps[first : first + pages]
+        self.frees[first : first + pages] = [(1 << cap) - 1 for cap in caps]
+        self.counts[first : first + pages] = caps
+        self.available += sum(caps)
+        self.mapped_blocks += sum(caps)
+        self._park(first, pages)
+
+    def finish_unmapped(self, first: int, pages: int) -> None:
+        """Pages that were being unmapped are, or pages that were being mapped are not."""
+        self._leave_plan(first, pages)
+        self.states[first : first + pages] = bytes((UNMAPPED,)) * pages
+        self.lows[UNMAPPED] = min(first, self.lows[UNMAPPED])
+        self.markers[first : first + pages] = [NO_MARKER] * pages
+        self.held -= pages
+
+    def _leave_plan(self, first: int, pages: int) -> None:
+        if self.states[first] == MAPPING:
+            self.mapping -= pages
+        else:
+            self.unmapping -= pages
+
+    def forget_run(self, first: int) -> None:
+        """The run is no longer backed as a whole."""
+        self.run_count[first] = 0
+        self.run_parked.pop(first, None)
+
+    def make_single(self, page: int) -> None:
+        """The page is a run of its own."""
+        self.run_first[page], self.run_count[page] = page, 1
+
+    def quarantine(self, page: int) -> None:
+        """The page's free blocks are lost; owned ones stay owned. For a page that holds no cached block."""
+        state = self.states[page]
+        if state == UNMAPPED:
+            self.held += 1
+            self.make_single(page)
+        elif state in (MAPPING, UNMAPPING):
+            self._leave_plan(page, 1)
+        else:
+            self._lose_blocks(page, state)
+        self.states[page] = QUARANTINED
+        self.lost += 1
+
+    def _lose_blocks(self, page: int, state: int) -> None:
+        if state == PARKED:
+            self.parked -= 1
+            if self.run_parked:
+                self._count_parked(page, 1, -1)
+        self.retired -= state == RETIRED
+        self.available -= self.counts[page]
+        self.mapped_blocks -= self.caps[page]
+        self.lost_owned_blocks += self.owned[page].bit_count()
+        self.counts[page] = self.frees[page] = 0
+        if page == self.open_page:
+            self.open_page = self.none
