@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every error that KVCacheD raises on purpose.
 
-    KVCachedError
-    +-- PoolExhausted          pressure: no memory just now; retry after something was given back
-    +-- Misuse                 a person must act; the message says what to do
-    |   +-- SettingError       a setting has a bad value (names the variable, the value and what is allowed)
-    |   +-- GeometryError      these block and page sizes cannot work together (names a pair that does)
-    |   +-- EngineNotSupported this engine, version or feature cannot be elastic
-    +-- DeviceError            a driver call failed (names the call, its code and the size)
-    |   +-- DeviceOutOfMemory  the device has no memory left; everything was undone
-    +-- PeerError              another process of the same pool or card
-    |   +-- PeerLost           it is gone
-    |   +-- PeerRefused        it answered no, and why
-    |   +-- PeerTimeout        it did not answer within the deadline
-    |   +-- HandshakeMismatch  it is a different version, geometry or instance
-    +-- StateUnknown           it is not known what is mapped; the pool refuses work from here on. Never caught.
-    +-- InvariantBroken        a bug in KVCacheD
+KVCachedError
++-- PoolExhausted          pressure: no memory just now; retry after something was given back
++-- Misuse                 a person must act; the message says what to do
+|   +-- SettingError       a setting has a bad value (names the variable, the value and what is allowed)
+|   +-- GeometryError      these block and page sizes cannot work together (names a pair that does)
+|   +-- EngineNotSupported this engine, version or feature cannot be elastic
++-- DeviceError            a driver call failed (names the call, its code and the size)
+|   +-- DeviceOutOfMemory  the device has no memory left; everything was undone
++-- PeerError              another process of the same pool or card
+|   +-- PeerLost           it is gone
+|   +-- PeerRefused        it answered no, and why
+|   +-- PeerTimeout        it did not answer within the deadline
+|   +-- HandshakeMismatch  it is a different version, geometry or instance
++-- StateUnknown           it is not known what is mapped; the pool refuses work from here on. Never caught.
++-- InvariantBroken        a bug in KVCacheD
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class KVCachedError(Exception):

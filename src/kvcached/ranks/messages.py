@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Any, Final
 
 from kvcached.errors import HandshakeMismatch, PeerRefused
 from kvcached.ranks.api import MapperStatus, Outcome, Report, Verdict
@@ -106,7 +106,9 @@ def encode(message: Message, number: int) -> bytes:
     """One frame. Raises `PeerRefused` when the body is too long to send."""
     kind, body = _body(message)
     if len(body) > MAX_BODY_BYTES:
-        raise PeerRefused(f"a {kind.name} message of {len(body)} bytes is longer than the {MAX_BODY_BYTES} allowed; send fewer runs at once")
+        raise PeerRefused(
+            f"a {kind.name} message of {len(body)} bytes is longer than the {MAX_BODY_BYTES} allowed; send fewer runs at once"
+        )
     return HEADER.pack(_MAGIC, PROTOCOL_VERSION, kind, len(body), number) + body
 
 
@@ -130,19 +132,19 @@ class _Reader:
         self._body = body
         self._at = 0
 
-    def take(self, layout: struct.Struct) -> tuple[int | float, ...]:
-        end = self._at + layout.size
+    def take(self, layout: struct.Struct) -> tuple[Any, ...]:
+        return layout.unpack(self.raw(layout.size))
+
+    def raw(self, size: int) -> bytes:
+        end = self._at + size
         if end > len(self._body):
             raise PeerRefused("the peer sent a message that ends early")
-        values = layout.unpack_from(self._body, self._at)
-        self._at = end
-        return values
+        piece, self._at = self._body[self._at : end], end
+        return piece
 
     def numbers(self, per_item: int) -> tuple[int, ...]:
         (count,) = self.take(_COUNT)
-        if int(count) * per_item * 8 > len(self._body) - self._at:
-            raise PeerRefused("the peer sent a message that ends early")
-        return tuple(int(value) for value in self.take(struct.Struct(f"<{int(count) * per_item}Q")))
+        return struct.unpack(f"<{count * per_item}Q", self.raw(count * per_item * 8))
 
     def runs(self) -> tuple[tuple[int, int], ...]:
         flat = self.numbers(2)
@@ -150,8 +152,7 @@ class _Reader:
 
     def text(self) -> str:
         (size,) = self.take(_COUNT)
-        (value,) = self.take(struct.Struct(f"{min(int(size), MAX_BODY_BYTES)}s"))
-        return bytes(value).decode() if isinstance(value, bytes) else ""
+        return self.raw(size).decode()
 
     def end(self) -> None:
         if self._at != len(self._body):
@@ -161,12 +162,7 @@ class _Reader:
 def _decode_outcome(reader: _Reader) -> Outcome:
     verdict, size_bytes = reader.take(_OUTCOME)
     pages = reader.numbers(1)
-    return Outcome(Verdict(verdict), int(size_bytes), pages, reader.text())
-
-
-def _decode_report(reader: _Reader) -> Report:
-    limit, floor, weight, *rest = reader.take(_REPORT)
-    return Report(int(limit), int(floor), float(weight), *(int(value) for value in rest))
+    return Outcome(Verdict(verdict), size_bytes, pages, reader.text())
 
 
 def decode_body(kind: Kind, body: bytes) -> Message:
@@ -194,11 +190,11 @@ def _decode(kind: Kind, reader: _Reader) -> Message:
         case Kind.STATUS:
             return StatusRequest()
         case Kind.REPORT:
-            return _decode_report(reader)
+            return Report(*reader.take(_REPORT))
         case Kind.OUTCOME:
             return _decode_outcome(reader)
         case Kind.STATUS_ANSWER:
-            return MapperStatus(*(int(value) for value in reader.take(_STATUS)))
+            return MapperStatus(*reader.take(_STATUS))
 
 
 def check_hello(mine: Hello, theirs: Hello) -> None:

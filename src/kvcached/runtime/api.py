@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine-free Python API: open a card, open pools on it, take and give blocks, look at them as tensors.
 
-    with kvcached.open_card("host:0") as card, card.open_pool("demo", block_bytes=64 * 1024, blocks=4096) as pool:
-        ranges = pool.take(16)
-        ...
-        pool.give(ranges)
+with kvcached.open_card("host:0") as card, card.open_pool("demo", block_bytes=64 * 1024, blocks=4096) as pool:
+    ranges = pool.take(16)
+    ...
+    pool.give(ranges)
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvcached.config import Settings, load_settings, override
 from kvcached.runtime.cards import OpenCard, floor_bytes
+from kvcached.runtime.fence import FenceFactory, NothingInFlight
 from kvcached.runtime.owner import Owner
 from kvcached.runtime.pool import NOTHING_IN_FLIGHT, Ranges
 from kvcached.units import parse_size
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from kvcached.card.view import CardSnapshot
     from kvcached.runtime.control import ChangeAnswer, Explanation, PoolStatus
-    from kvcached.runtime.fence import FenceFactory
     from kvcached.runtime.pool import Pool
 
 _DEVICE_TYPES: Final = {"host": DeviceType.CPU, "cuda": DeviceType.CUDA, "hip": DeviceType.ROCM}
@@ -67,7 +67,7 @@ class ElasticCard:
         can_pad_stride: bool = True,
         limit: int | str | None = None,
         floor: int | str | None = None,
-        fence: FenceFactory | None = None,
+        fence: FenceFactory = NothingInFlight,
     ) -> ElasticPool:
         """A pool of `blocks` block ids of `block_bytes` in each of `planes` planes. Only addresses are reserved, no memory.
 
@@ -85,7 +85,7 @@ class ElasticCard:
             instance=instance,
             name=name,
             floor_bytes=floor_bytes(settings, card.budget_bytes, geometry.release_step_bytes),
-            **({} if fence is None else {"fence": fence}),
+            fence=fence,
         )
         try:
             owner = Owner(settings, mapper, mapper.facts, instance=instance, name=name)

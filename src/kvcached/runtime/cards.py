@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvcached.card.card import Card
@@ -22,6 +21,8 @@ from kvcached.vmm.api import ArenaConfig, ZeroBacking
 from kvcached.vmm.native import open_device
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvcached.card.entry import Entry
     from kvcached.config import Settings
     from kvcached.vmm.api import Device
@@ -110,7 +111,9 @@ class OpenCard:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 entry.close()
-                raise PoolExhausted(size_bytes, result.grantable_bytes, "bytes", f"weights and activations do not fit the card: {result.reason}")
+                raise PoolExhausted(
+                    size_bytes, result.grantable_bytes, "bytes", f"weights and activations do not fit the card: {result.reason}"
+                )
             if self._peers(instance).press(size_bytes - result.grantable_bytes, left_s) == 0:
                 time.sleep(min(_RETRY_S, left_s))
 
@@ -189,7 +192,9 @@ class OpenCard:
             if outcome.verdict is Verdict.DONE:
                 return
             if outcome.verdict is not Verdict.EXHAUSTED:
-                raise DeviceError("map", int(outcome.verdict), needed_bytes, f"the first {pages} pages could not be mapped: {outcome.reason}")
+                raise DeviceError(
+                    "map", int(outcome.verdict), needed_bytes, f"the first {pages} pages could not be mapped: {outcome.reason}"
+                )
             if left_s <= 0:
                 raise PoolExhausted(needed_bytes, outcome.size_bytes, "bytes", f"no room on the card for the first pages: {outcome.reason}")
             if self._peers(instance).press(needed_bytes - outcome.size_bytes, left_s) == 0:
@@ -208,7 +213,7 @@ def limit_bytes(settings: Settings, budget_bytes: int) -> int:
     asked_bytes = budget_bytes if settings.limit is None else settings.limit.of(budget_bytes)
     if asked_bytes > budget_bytes:
         raise SettingError(
-            f"KVCACHED_LIMIT is {format_size(asked_bytes)}; allowed is at most the card's budget, {format_size(budget_bytes)} (KVCACHED_BUDGET)"
+            f"KVCACHED_LIMIT is {format_size(asked_bytes)}; allowed is at most KVCACHED_BUDGET, {format_size(budget_bytes)}"
         )
     return asked_bytes
 

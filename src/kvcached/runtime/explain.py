@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcached.runtime.control import Explanation, ExplainRow
+from kvcached.runtime.control import ExplainRow, Explanation
 
 if TYPE_CHECKING:
     from kvcached.ranks.api import MapperStatus
@@ -21,7 +21,11 @@ def explain_pool(pool: Pool, mapper: MapperStatus) -> Explanation:
     rows = [
         ("owned by running requests", owned_bytes, "the requests end, or the engine preempts them"),
         ("cached prefixes", cached_bytes, "kvctl evict, a lower limit, or KVCACHED_MAX_CACHED_TOKENS"),
-        ("free blocks beside owned or cached ones on the same page", used_bytes - owned_bytes - cached_bytes, "the neighbours' end or eviction"),
+        (
+            "free blocks beside owned or cached ones on the same page",
+            used_bytes - owned_bytes - cached_bytes,
+            "the neighbours' end or eviction",
+        ),
         ("parked: mapped and empty, kept ready", counts.parked_pages * step, "kvctl trim; by itself when the engine idles"),
         ("retired: empty, behind work in flight", counts.retired_pages * step, "the step that may still read it ends"),
         ("being mapped or unmapped now", (counts.mapping_pages + counts.unmapping_pages) * step, "the mapper answers"),

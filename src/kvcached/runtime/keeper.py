@@ -52,7 +52,7 @@ class Keeper:
         self._watch = watch
         self._reserve = ReserveTarget(options.min_reserved_pages, options.max_reserved_pages)
         self._wake = threading.Event()
-        self._stopping = False
+        self._stopping = threading.Event()
         self._last_grown_pages = pool.grown_pages
         self._last_tick_s = self._last_busy_s = clock()
         self._last_report_s = 0.0
@@ -70,17 +70,17 @@ class Keeper:
             self._wake.set()
 
     def stop(self) -> None:
-        self._stopping = True
+        self._stopping.set()
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5.0)
 
     def _run(self) -> None:
-        while not self._stopping:
+        while not self._stopping.is_set():
             idle = self._clock() - self._last_busy_s > self._options.idle_trim_s
             self._wake.wait(self._options.idle_tick_s if idle else self._options.tick_s)
             self._wake.clear()
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             try:
                 self.tick()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvcached.card.record import Usage
@@ -16,6 +15,7 @@ from kvcached.vmm.api import Run, ZeroBacking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     from kvcached.card.entry import LeaseResult
     from kvcached.runtime.facts import MapperFacts

@@ -30,7 +30,9 @@ _STATUS_TIMEOUT_S: Final = 1.0
 class PoolOperations:
     """Implements `kvcached.runtime.control.PoolControl` on a pool and its keeper."""
 
-    def __init__(self, pool: Pool, keeper: Keeper, facts: MapperFacts, *, instance: str, name: str, port_status_timeout_s: float = _STATUS_TIMEOUT_S) -> None:
+    def __init__(
+        self, pool: Pool, keeper: Keeper, facts: MapperFacts, *, instance: str, name: str, port_status_timeout_s: float = _STATUS_TIMEOUT_S
+    ) -> None:
         self._pool = pool
         self._keeper = keeper
         self._facts = facts
@@ -41,7 +43,9 @@ class PoolOperations:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Pool]:
         if not self._pool.lock.acquire(timeout=_LOCK_TIMEOUT_S):
-            raise PeerTimeout(f"the engine of {self._instance} has been inside one scheduling step for over {_LOCK_TIMEOUT_S:g} s; try again")
+            raise PeerTimeout(
+                f"the engine of {self._instance} has been inside one scheduling step for over {_LOCK_TIMEOUT_S:g} s; try again"
+            )
         try:
             yield self._pool
         finally:
@@ -70,7 +74,7 @@ class PoolOperations:
             limit_bytes=limits.limit_bytes,
             limit_revision=limits.revision,
             floor_bytes=limits.floor_bytes,
-            weight=int(limits.weight),
+            weight=limits.weight,
             owned_bytes=counts.owned_blocks * block_bytes,
             cached_bytes=counts.cached_blocks * block_bytes,
             parked_bytes=counts.parked_pages * step,
@@ -103,7 +107,9 @@ class PoolOperations:
             edge = "the card's budget or the address range" if asked_bytes > most_bytes else "the pages that always stay mapped"
             return self._answer("clamped", asked_bytes, in_force_bytes, f"{edge} set the bound")
         over = self._pool.overage_pages()
-        return self._answer("deferred" if over else "applied", asked_bytes, in_force_bytes, "running requests hold the rest" if over else "")
+        return self._answer(
+            "deferred" if over else "applied", asked_bytes, in_force_bytes, "running requests hold the rest" if over else ""
+        )
 
     def _answer(self, outcome: str, asked_bytes: int, in_force_bytes: int, reason: str) -> ChangeAnswer:
         return ChangeAnswer(
@@ -115,7 +121,7 @@ class PoolOperations:
             reason=reason,
         )
 
-    def weight(self, weight: int) -> WeightAnswer:
+    def weight(self, weight: float) -> WeightAnswer:
         with self._locked() as pool:
             pool.set_limits(Limits(pool.limits.limit_bytes, pool.limits.floor_bytes, weight, pool.limits.revision + 1))
         self._pool.report()

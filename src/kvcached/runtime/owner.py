@@ -91,4 +91,3 @@ class Owner:
             self.control.stop()
         self.keeper.stop()
         self.pool.close()
-

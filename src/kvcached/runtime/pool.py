@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvcached.core.ledger import Ledger
-from kvcached.core.limits import Limits
 from kvcached.core.pages import NO_MARKER
 from kvcached.core.plans import GrowPlan, ShrinkPlan
 from kvcached.errors import InvariantBroken, KVCachedError, Misuse, PoolExhausted, StateUnknown
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from kvcached.core.geometry import BlockGeometry
+    from kvcached.core.limits import Limits
     from kvcached.core.report import PoolCounts
 
 Ranges = list[tuple[int, int]]
@@ -204,7 +204,7 @@ class Pool:
             if self._press(wanted_bytes - refused.size_bytes, max(0.0, deadline - time.monotonic())) > 0:
                 again = self._grow_once(self._pages_for(target_blocks - self._ledger.available()), deadline, urgent)
                 if again is None:
-                                return
+                    return
                 refused = again
         pages = min(refused.size_bytes // self._step_bytes, self._pages_for(target_blocks - self._ledger.available()))
         if pages > 0:

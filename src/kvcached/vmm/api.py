@@ -13,7 +13,7 @@ class Run(NamedTuple):
     """`count` adjacent pages from page number `first`, backed by one physical handle per plane."""
 
     first: int
-    count: int
+    count: int  # type: ignore[assignment]  # nobody counts values in a run
 
 
 class ZeroBacking(Enum):

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between owner and mapper: what is sent is what arrives, and nonsense is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcached.errors import HandshakeMismatch, PeerRefused
+from kvcached.ranks.api import MapperStatus, Outcome, Report, Verdict
+from kvcached.ranks.messages import (
+    HEADER,
+    MAX_BODY_BYTES,
+    Hello,
+    Kind,
+    MapRequest,
+    StatusRequest,
+    TrimRequest,
+    UnmapRequest,
+    check_hello,
+    decode_body,
+    decode_header,
+    encode,
+)
+
+NUMBERS = st.integers(0, 2**64 - 1)
+RUNS = st.lists(st.tuples(NUMBERS, NUMBERS), max_size=20).map(tuple)
+TEXT = st.text(max_size=50)
+WEIGHT = st.floats(allow_nan=False)
+MESSAGES = st.one_of(
+    st.builds(Hello, TEXT, TEXT, TEXT),
+    st.builds(MapRequest, RUNS, st.booleans()),
+    st.builds(UnmapRequest, RUNS),
+    st.just(TrimRequest()),
+    st.just(StatusRequest()),
+    st.builds(Report, NUMBERS, NUMBERS, WEIGHT, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
+    st.builds(Outcome, st.sampled_from(Verdict), NUMBERS, st.lists(NUMBERS, max_size=20).map(tuple), TEXT),
+    st.builds(MapperStatus, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
+)
+
+
+@given(MESSAGES, NUMBERS)
+def test_what_is_sent_is_what_arrives(message, number):
+    frame = encode(message, number)
+    kind, length, arrived_number = decode_header(frame[: HEADER.size])
+    assert len(frame) == HEADER.size + length
+    assert arrived_number == number
+    assert decode_body(kind, frame[HEADER.size :]) == message
+
+
+@given(MESSAGES, st.data())
+def test_a_body_that_is_cut_or_too_long_is_refused(message, data):
+    frame = encode(message, 1)
+    kind, length, _ = decode_header(frame[: HEADER.size])
+    body = frame[HEADER.size :]
+    with pytest.raises(PeerRefused):
+        decode_body(kind, body + b"x")
+    if length:
+        with pytest.raises(PeerRefused):
+            decode_body(kind, body[: data.draw(st.integers(0, length - 1))])
+
+
+@given(st.sampled_from(Kind), st.binary(max_size=200))
+def test_random_bodies_are_messages_or_refused(kind, body):
+    try:
+        decode_body(kind, body)
+    except PeerRefused:
+        pass
+
+
+def test_another_version_is_a_mismatch():
+    frame = bytearray(encode(TrimRequest(), 1))
+    frame[4] ^= 0xFF
+    with pytest.raises(HandshakeMismatch, match="version"):
+        decode_header(bytes(frame[: HEADER.size]))
+
+
+def test_an_unknown_kind_and_a_body_too_long_are_refused():
+    good = HEADER.unpack(encode(TrimRequest(), 1))
+    with pytest.raises(PeerRefused, match="unknown kind"):
+        decode_header(HEADER.pack(good[0], good[1], 999, 0, 1))
+    with pytest.raises(PeerRefused, match="more than"):
+        decode_header(HEADER.pack(good[0], good[1], good[2], MAX_BODY_BYTES + 1, 1))
+    with pytest.raises(PeerRefused, match="fewer runs"):
+        encode(UnmapRequest(((1, 1),) * 100_000), 1)
+
+
+@pytest.mark.parametrize("field", ["package_version", "instance", "facts"])
+def test_a_difference_is_refused_by_its_name(field):
+    mine = Hello("1", "engine", "facts")
+    values = {name: getattr(mine, name) for name in Hello.__slots__} | {field: "other"}
+    with pytest.raises(HandshakeMismatch, match=field.split("_")[0]):
+        check_hello(mine, Hello(**values))
+    check_hello(mine, Hello("1", "engine", ""))
