@@ -35,7 +35,7 @@ test-engines: engines  ## the tests on real engines
 test: check test-core test-engines  ## everything
 
 demo: engines  ## two real engines with one small card: answers, a live table, a picture
-	$(ENGINES)/bin/python -m kvcached.demo
+	$(ENGINES)/bin/python -m examples.demo
 
 bench: setup  ## the benchmarks that need no GPU
 	$(RUN) benchmarks/ledger.py

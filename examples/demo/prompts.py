@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the two engines are asked."""
+
+from __future__ import annotations
+
+FACTS: tuple[str, ...] = (
+    "What is the capital of France?",
+    "Why is the sky blue?",
+    "How do bees make honey?",
+    "What is photosynthesis?",
+    "Why does the moon have phases?",
+    "What causes the tides in the sea?",
+    "How does a vaccine protect a person?",
+    "What is the difference between weather and climate?",
+    "Why do leaves change colour in autumn?",
+    "How does a sailing boat move against the wind?",
+    "What do the letters DNA stand for, and what does it do?",
+    "Why is bread left to rise before it is baked?",
+    "How does a refrigerator keep food cold?",
+    "What is gravity?",
+    "How do birds find their way when they migrate?",
+    "What is a leap year, and why do we need it?",
+    "Why does salt melt ice on a road?",
+    "How does a microscope make small things visible?",
+    "What is the largest ocean on Earth?",
+    "How do earthquakes happen?",
+    "What does the heart do in the body?",
+    "Why do we see lightning before we hear thunder?",
+    "What is a prime number? Give three examples.",
+    "How is paper made from wood?",
+)
+
+STORIES: tuple[str, ...] = (
+    "Write a short story about a lighthouse keeper and a lost whale.",
+    "Tell me about a day in the life of a village baker.",
+    "Write a short letter from a sailor to her brother.",
+    "Describe a forest in winter.",
+    "Write a short story about a clock that runs backwards.",
+    "Tell a story about two friends who build a raft.",
+    "Describe a market in a small town on Saturday morning.",
+    "Write a short fable about a fox and a hedgehog.",
+    "Tell a story about a librarian who finds a strange map.",
+    "Describe the kitchen of a very old house.",
+    "Write a short story about a robot that learns to garden.",
+    "Tell a story about a storm on a mountain.",
+    "Write a short diary entry of an explorer in the desert.",
+    "Describe a train journey at night.",
+    "Write a short story about a painter who only uses blue.",
+    "Tell a story about a dog that waits at the station.",
+    "Describe a harbour at sunrise.",
+    "Write a short story about a child who finds a meteorite.",
+    "Tell a story about a tailor and a king.",
+    "Write a short letter to a friend about a new garden.",
+    "Describe an island that nobody has visited.",
+    "Write a short story about a bridge and its builder.",
+    "Tell a story about a choir in a snowed-in village.",
+    "Describe the workshop of a maker of violins.",
+)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was seen over time, and what follows from it. Nothing here reads a clock, a file or a socket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FELL_BACK_FRACTION = 0.25
+"""At the end an engine may still hold this part of its own peak: the page of its null block and the capped prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Bytes of one engine's KV cache. `lease_bytes` covers all it holds; the others say what for."""
+
+    lease_bytes: int = 0
+    owned_bytes: int = 0
+    cached_bytes: int = 0
+    parked_bytes: int = 0
+
+    @property
+    def rest_bytes(self) -> int:
+        """Leased, and neither owned nor cached nor parked: partly used pages, and pages on their way in or out."""
+        return max(0, self.lease_bytes - self.owned_bytes - self.cached_bytes - self.parked_bytes)
+
+
+NOTHING = EngineMemory()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The card at one moment, `at_s` seconds after the first sample. An engine that has no entry holds nothing."""
+
+    at_s: float
+    engines: dict[str, EngineMemory]
+
+    def of(self, name: str) -> EngineMemory:
+        return self.engines.get(name, NOTHING)
+
+    @property
+    def lease_bytes(self) -> int:
+        return sum(memory.lease_bytes for memory in self.engines.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request: what was asked, and the text that came or the error instead."""
+
+    engine: str
+    prompt: str
+    text: str = ""
+    tokens: int = 0
+    took_s: float = 0.0
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Story:
+    """Everything that a run has seen so far. `names` are the engines, in the order in which they are shown."""
+
+    names: tuple[str, ...]
+    budget_bytes: int
+    samples: list[Sample] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    asked: dict[str, int] = field(default_factory=dict)
+
+    def latest(self) -> Sample:
+        return self.samples[-1] if self.samples else Sample(0.0, {})
+
+    def answered(self, name: str) -> list[Answer]:
+        return [answer for answer in self.answers if answer.engine == name]
+
+    def running(self, name: str) -> int:
+        return self.asked.get(name, 0) - len(self.answered(name))
+
+    def peak_lease_bytes(self, name: str) -> int:
+        return max((sample.of(name).lease_bytes for sample in self.samples), default=0)
+
+    def static_bytes(self, name: str) -> int:
+        """What a static engine needs for the same requests: the most that this engine's running requests owned at one moment."""
+        return max((sample.of(name).owned_bytes for sample in self.samples), default=0)
+
+    def all_static_bytes(self) -> int:
+        return sum(self.static_bytes(name) for name in self.names)
+
+    def peak_together_bytes(self) -> int:
+        return max((sample.lease_bytes for sample in self.samples), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that the run had to show."""
+
+    title: str
+    passed: bool
+    detail: str
+
+
+def verdict(story: Story, least_samples: int = 20) -> list[Check]:
+    """What the run had to show, and whether it did. The last sample must be of the idle engines."""
+    return [
+        _all_answered(story),
+        _within_budget(story, least_samples),
+        _would_not_fit(story),
+        *(_fell_back(story, name) for name in story.names),
+    ]
+
+
+def _all_answered(story: Story) -> Check:
+    good = {name: sum(1 for answer in story.answered(name) if answer.text and not answer.error) for name in story.names}
+    asked = {name: story.asked.get(name, 0) for name in story.names}
+    detail = ", ".join(f"{name} {good[name]} of {asked[name]}" for name in story.names)
+    return Check("every request was answered", all(asked.values()) and good == asked, detail)
+
+
+def _within_budget(story: Story, least_samples: int) -> Check:
+    over = [sample for sample in story.samples if sample.lease_bytes > story.budget_bytes]
+    worst = f"at most {mib(story.peak_together_bytes())} of {mib(story.budget_bytes)} leased, in {len(story.samples)} samples"
+    return Check("leases never passed the budget", not over and len(story.samples) >= least_samples, worst)
+
+
+def _would_not_fit(story: Story) -> Check:
+    each = " + ".join(mib(story.static_bytes(name)) for name in story.names)
+    detail = f"{each} = {mib(story.all_static_bytes())}, and the card has {mib(story.budget_bytes)}"
+    return Check("static engines would not fit", story.all_static_bytes() > story.budget_bytes, detail)
+
+
+def _fell_back(story: Story, name: str) -> Check:
+    peak, end = story.peak_lease_bytes(name), story.latest().of(name).lease_bytes
+    return Check(f"memory of {name} fell back", 0 < peak and end <= FELL_BACK_FRACTION * peak, f"from {mib(peak)} to {mib(end)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the live table, as text."""
+
+    name: str
+    running: str
+    answered: str
+    lease: str
+    owned: str
+    cached: str
+    parked: str
+    rest: str
+    bar: str
+
+
+def rows(story: Story, bar_width: int = 30) -> list[Row]:
+    """A line for each engine and one for the card."""
+    sample = story.latest()
+    lines = [_engine_row(story, name, sample.of(name), bar_width) for name in story.names]
+    return [*lines, _card_row(story, sample, bar_width)]
+
+
+def _engine_row(story: Story, name: str, memory: EngineMemory, bar_width: int) -> Row:
+    return Row(
+        name=name,
+        running=str(story.running(name)),
+        answered=str(len(story.answered(name))),
+        lease=mib(memory.lease_bytes),
+        owned=mib(memory.owned_bytes),
+        cached=mib(memory.cached_bytes),
+        parked=mib(memory.parked_bytes),
+        rest=mib(memory.rest_bytes),
+        bar=bar(memory.lease_bytes, story.budget_bytes, bar_width),
+    )
+
+
+def _card_row(story: Story, sample: Sample, bar_width: int) -> Row:
+    def total(values: Sequence[int]) -> str:
+        return mib(sum(values))
+
+    engines = [sample.of(name) for name in story.names]
+    return Row(
+        name="card",
+        running=str(sum(story.running(name) for name in story.names)),
+        answered=str(len(story.answers)),
+        lease=mib(sample.lease_bytes),
+        owned=total([memory.owned_bytes for memory in engines]),
+        cached=total([memory.cached_bytes for memory in engines]),
+        parked=total([memory.parked_bytes for memory in engines]),
+        rest=total([memory.rest_bytes for memory in engines]),
+        bar=bar(sample.lease_bytes, story.budget_bytes, bar_width),
+    )
+
+
+def plain_line(story: Story) -> str:
+    """The card in one line, for output that is no terminal."""
+    sample = story.latest()
+    parts = [f"{name} {mib(sample.of(name).lease_bytes)} ({story.running(name)} running)" for name in story.names]
+    return f"{sample.at_s:6.1f} s  " + "   ".join(parts) + f"   card {mib(sample.lease_bytes)} of {mib(story.budget_bytes)}"
+
+
+def bar(part_bytes: int, whole_bytes: int, width: int) -> str:
+    """A bar of `width` characters; anything above nothing shows at least one, more than the whole is marked."""
+    filled = round(width * part_bytes / whole_bytes) if whole_bytes else 0
+    if part_bytes > 0:
+        filled = max(1, filled)
+    return "#" * width + "!" if part_bytes > whole_bytes else ("#" * filled).ljust(width, ".")
+
+
+def mib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):.0f} MiB"

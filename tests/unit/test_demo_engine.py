@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Child processes of the demo: started, seen to die, and ended for certain. The children here are small Python programs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from examples.demo.ask import Server
+from examples.demo.engine import Engine, EngineFailed, free_ports, stop_all, tail, wait_ready
+from examples.demo.options import newest_engine, parse
+from examples.demo.plan import Sizes
+from examples.demo.stage import engine_environment, serve_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+STUBBORN = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    time.sleep(60)
+print("INFO 11-29 10:00:00 [core.py:12] deaf", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], Engine]]:
+    engines: list[Engine] = []
+
+    def run(program: str) -> Engine:
+        server = Server("facts", free_ports(1)[0], 1)
+        engines.append(Engine(server, [sys.executable, "-c", program], os.environ, tmp_path / "engine.log"))
+        return engines[-1]
+
+    yield run
+    stop_all(engines, grace_s=0.0)
+
+
+def wait_for_text(engine: Engine, text: str) -> None:
+    end_s = time.monotonic() + 20
+    while text not in engine.last_line() and time.monotonic() < end_s:
+        time.sleep(0.02)
+    assert text in engine.last_line()
+
+
+def test_an_engine_that_dies_is_reported_with_its_last_words(start: Callable[[str], Engine]) -> None:
+    engine = start("raise SystemExit('ValueError: no room for the weights')")
+    with pytest.raises(EngineFailed, match=r"facts ended with code 1(.|\n)*no room for the weights(.|\n)*troubleshooting"):
+        wait_ready([engine], 20.0, lambda _: None)
+
+
+def test_an_engine_that_never_answers_fails_at_its_deadline(start: Callable[[str], Engine]) -> None:
+    seen: list[float] = []
+    with pytest.raises(EngineFailed, match="not ready within 0 s"):
+        wait_ready([start("import time; time.sleep(60)")], 0.0, seen.append)
+    assert seen, "progress was shown"
+
+
+def test_a_polite_engine_ends_without_a_word(start: Callable[[str], Engine]) -> None:
+    engine = start("print('up', flush=True); import time; time.sleep(60)")
+    wait_for_text(engine, "up")
+    assert stop_all([engine], grace_s=20.0) == []
+    assert engine.gone()
+
+
+def test_a_deaf_engine_and_its_children_are_killed(start: Callable[[str], Engine]) -> None:
+    engine = start(STUBBORN)
+    wait_for_text(engine, "deaf")
+    assert stop_all([engine], grace_s=0.2) == ["facts did not end within 0 s and was killed"]
+    assert engine.gone()
+    assert stop_all([engine]) == []
+
+
+def test_the_shown_line_has_no_prefix(start: Callable[[str], Engine]) -> None:
+    engine = start("print('(EngineCore pid=7) INFO 11-29 10:00:00 [core.py:12] loading weights\\n', flush=True)")
+    wait_for_text(engine, "loading weights")
+    assert engine.last_line() == "loading weights"
+
+
+def test_tail_keeps_the_last_lines_that_say_something(tmp_path: Path) -> None:
+    assert tail(tmp_path / "none", 3) == []
+    (tmp_path / "log").write_text("x" * 100_000 + "\na\n\n b \n\n")
+    assert tail(tmp_path / "log", 2) == ["a", " b"]
+
+
+def test_ports_are_free_and_differ() -> None:
+    ports = free_ports(3)
+    assert len(set(ports)) == 3
+
+
+def test_the_engine_gets_the_card_and_no_stray_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCACHED_LIMIT", "1M")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "9")
+    environment = engine_environment("facts", tmp_path / "vllm", tmp_path, Sizes(4, 64, 32, 1024))
+    assert "KVCACHED_LIMIT" not in environment
+    assert "VLLM_CPU_KVCACHE_SPACE" not in environment
+    assert environment["ENABLE_KVCACHED"] == "true"
+    assert environment["KVCACHED_BUDGET"] == environment["KVCACHED_HOST_CAPACITY"] == str(Sizes(4, 64, 32, 1024).budget_bytes)
+
+
+def test_the_command_line_says_nothing_of_kvcached(tmp_path: Path) -> None:
+    assert "kvcached" not in " ".join(serve_arguments("facts", tmp_path.relative_to(tmp_path), 80, 64, 4)).lower()
+
+
+def test_the_newest_release_is_used(tmp_path: Path) -> None:
+    for name in ("vllm-0.9.2", "vllm-0.32.0", "vllm-0.28.0", "vllm-0.33.0"):
+        (tmp_path / name / "vllm").mkdir(parents=True)
+    for name in ("vllm-0.9.2", "vllm-0.32.0", "vllm-0.28.0"):
+        (tmp_path / name / "vllm" / "__init__.py").touch()
+    assert newest_engine(tmp_path).name == "vllm-0.32.0"
+    with pytest.raises(SystemExit, match="make engines"):
+        newest_engine(tmp_path / "empty")
+
+
+def test_options_have_defaults_and_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse([]).live
+    assert parse(["--rounds", "7", "--no-live", "--keep"]).rounds == 7
+    with pytest.raises(SystemExit):
+        parse(["--rounds", "0"])
+    assert "not 1 or more" in capsys.readouterr().err
