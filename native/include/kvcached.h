@@ -9,6 +9,7 @@
  *  - An arena's calls are serialised by a lock inside the arena; calls on different arenas run side by side.
  *  - A call takes a batch. A batch is all or nothing: on KVC_OUT_OF_MEMORY and KVC_REFUSED nothing has changed.
  *  - Byte sizes are in bytes, page numbers are zero-based. Pointers given in are not kept after the call returns.
+ *  - A device and its arenas belong to the process that opened it: in a forked child every call on them is KVC_REFUSED.
  *  - No call waits for work queued on the device. Unmapping what queued work still reads is the caller's bug.
  *
  * WORDS
@@ -36,8 +37,9 @@ typedef enum kvc_status {
   KVC_OK = 0,
   KVC_OUT_OF_MEMORY = 1, /* the device has no memory left; everything was undone; retry later */
   KVC_REFUSED = 2,       /* the caller's mistake (range, state, argument); nothing was changed */
-  KVC_QUARANTINED = 3,   /* a failure whose undo failed too: the named runs are fenced off, their handles kept */
-  KVC_BROKEN = 4,        /* the driver failed in a way that leaves nothing certain (context lost, library missing) */
+  KVC_QUARANTINED = 3,   /* a failure whose undo failed too: the named runs are fenced off, their handles kept. No run is
+                            named when only handles that are mapped nowhere could not be released: they stay accounted for */
+  KVC_BROKEN = 4,        /* the driver failed otherwise (context lost, bad value); what had been done was undone */
   KVC_OUT_OF_MAPS = 5,   /* host backend: the kernel's map entries ran out (vm.max_map_count); everything was undone */
   KVC_UNAVAILABLE = 6    /* this backend cannot run here: no driver library, no device; the error says what is missing */
 } kvc_status;
@@ -76,9 +78,11 @@ typedef struct kvc_error {
 typedef struct kvc_device_options {
   int32_t backend;             /* kvc_backend */
   int32_t ordinal;             /* CUDA, HIP: device number as the driver counts; host: number of the host card */
-  uint64_t host_capacity;      /* host: bytes of the card, shared by all processes that name the same host_dir; else 0 */
-  uint64_t host_granularity;   /* host: bytes, a power of two >= 4096; 0 = 2 MiB */
-  const char *host_dir;        /* host: directory for the capacity file; must exist. NULL on CUDA and HIP */
+  uint64_t host_capacity;      /* host: bytes of the card, shared by all processes that name the same host_dir and ordinal;
+                                  0 = as the first process said. REFUSED when it differs */
+  uint64_t host_granularity;   /* host: bytes, a power of two >= 4096; 0 = as the first process said, which means 2 MiB */
+  const char *host_dir;        /* host: directory for the capacity file; must exist. NULL on CUDA and HIP. No other code
+                                  of the process may open and close that file: it would drop the process's locks on it */
   const char *driver_library;  /* path of the driver library to open instead of the system's (tests); NULL = default */
 } kvc_device_options;
 
@@ -89,7 +93,7 @@ typedef struct kvc_device_info {
   int32_t map_granularity_known; /* 1: granularity was asked of the driver */
   uint64_t granularity;          /* bytes; page_bytes must be a multiple */
   uint64_t total_bytes;
-  char uuid[64];                 /* "GPU-..." (MIG: its own), "HOST-<ordinal>-<inode of the capacity file>" */
+  char uuid[64];                 /* "GPU-..." (MIG: its own), "HOST-<ordinal>-<device>-<inode>" of the capacity file */
   char name[128];
 } kvc_device_info;
 
@@ -132,13 +136,16 @@ KVC_API int kvc_device_memory(kvc_device *device, uint64_t *free_bytes, uint64_t
 /* Fail the `nth` call (1 = the next) of `kind` with `driver_code` (0 = the backend's out-of-memory code).
  * from_there_on: 0 = only that one, 1 = it and all later ones. nth = 0 clears the kind. */
 KVC_API int kvc_device_fail(kvc_device *device, int kind, uint64_t nth, int from_there_on, int driver_code, kvc_error *error);
-/* Driver calls made so far, one counter per kvc_call. `counts` has room for KVC_CALL_KINDS numbers. */
-KVC_API int kvc_device_calls(kvc_device *device, uint64_t *counts, kvc_error *error);
+/* Driver calls that succeeded so far and the time spent in them, one number per kvc_call. `counts` and `nanoseconds` have room
+ * for KVC_CALL_KINDS numbers each; either may be NULL. */
+KVC_API int kvc_device_calls(kvc_device *device, uint64_t *counts, uint64_t *nanoseconds, kvc_error *error);
 
 /* Reserve the range. Nothing is mapped (KVC_ZERO_ALL: the zero handle is, everywhere). */
 KVC_API int kvc_arena_create(kvc_device *device, const kvc_arena_config *config, kvc_arena **out, kvc_error *error);
-/* Unmaps and releases all, quarantined handles as far as the driver lets us, and gives the range back. The pointer is dead after. */
+/* Unmaps and releases all, quarantined handles as far as the driver lets us, and gives the range back. The pointer is dead after,
+ * whatever the status, except REFUSED (NULL, forked process). A driver that was shut down before is no failure: it has freed all. */
 KVC_API int kvc_arena_destroy(kvc_arena *arena, kvc_error *error);
+/* First address of the range. Constant. */
 KVC_API uint64_t kvc_arena_base(const kvc_arena *arena);
 KVC_API int kvc_arena_get_stats(kvc_arena *arena, kvc_arena_stats *out, kvc_error *error);
 
@@ -158,9 +165,12 @@ KVC_API int kvc_arena_map(kvc_arena *arena, const kvc_run *runs, size_t count, k
 /* Two-phase unmap. `tx` is the caller's number, never 0 and never used again for something else.
  * prepare: unmaps the runs and keeps the handles. Pre: each run is exactly one mapped run. Failure: undone (mapped again) or QUARANTINED.
  * commit:  moves the handles to the cache (keep != 0) or releases them. On a driver failure the handles not released are quarantined.
- * abort:   maps the runs back.
- * Repeating a call with the same tx returns what the first one returned and does nothing.
- * abort before prepare is remembered: the late prepare is REFUSED. commit after abort, and abort after commit, are REFUSED. */
+ * abort:   maps the runs back. Failure: they stay prepared and the abort may be tried again; QUARANTINED ones leave the transaction.
+ * Repeating a call with the same tx returns what the first one returned and does nothing; a failed prepare too is not tried
+ * again. Aborting it is OK: there is nothing to map back.
+ * abort before prepare is remembered: the late prepare is REFUSED. commit after abort, and abort after commit, are REFUSED.
+ * Prepared transactions are always remembered, finished ones as long as kvc_arena_config.history says; to commit an unknown one is
+ * REFUSED, to abort one is an abort before prepare. */
 KVC_API int kvc_arena_unmap_prepare(kvc_arena *arena, uint64_t tx, const kvc_run *runs, size_t count, kvc_error *error);
 KVC_API int kvc_arena_unmap_commit(kvc_arena *arena, uint64_t tx, int keep, kvc_error *error);
 KVC_API int kvc_arena_unmap_abort(kvc_arena *arena, uint64_t tx, kvc_error *error);

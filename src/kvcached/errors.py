@@ -75,6 +75,10 @@ class DeviceOutOfMemory(DeviceError):
     """The device, or on the host the table of map entries, is full. Everything was undone."""
 
 
+class DeviceUnavailable(DeviceError):
+    """The device cannot be used at all: no library, no driver, no such device, or a trial mapping failed."""
+
+
 class PeerError(KVCachedError):
     """Another process of the pool or of the card."""
 
