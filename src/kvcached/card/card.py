@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvcached.card.entry import Entry, Home
-from kvcached.card.record import CardIdentity, EntrySpec, Header, Kind, fresh_record, new_header
+from kvcached.card.record import UUID_CHARS, CardIdentity, EntrySpec, Header, Kind, fresh_record, new_header
 from kvcached.card.registry import Swept, check_welcome, enrol, reclaim, settle_budget, sweep
 from kvcached.card.segment import Access, Segment, card_path, open_existing
 from kvcached.card.view import CardSnapshot, list_cards, look
@@ -67,6 +67,8 @@ class Card:
             raise SettingError(
                 f"budget is {format_size(budget_bytes)}; allowed are 0 to the card's {format_size(identity.total_bytes)} ({identity.name})"
             )
+        if not 0 < len(identity.uuid.encode()) <= UUID_CHARS:
+            raise SettingError(f"the card's uuid is {identity.uuid!r}; it needs 1 to {UUID_CHARS} bytes")
         first_budget_bytes = budget_bytes or identity.total_bytes
 
         def make_header() -> Header:

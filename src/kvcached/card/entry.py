@@ -13,7 +13,7 @@ from kvcached.card.locks import slot_byte
 from kvcached.card.record import EMPTY, Header, Record, Usage, check_limits, encode_slot, slot_copy_offset, with_usage
 from kvcached.card.registry import check_floor, enrol, reclaim
 from kvcached.card.segment import Access, Damaged, Segment, open_or_create
-from kvcached.errors import InvariantBroken, Misuse, PeerError, PeerTimeout
+from kvcached.errors import InvariantBroken, Misuse, PeerError, PeerLost, PeerTimeout, SettingError
 from kvcached.units import format_size
 
 if TYPE_CHECKING:
@@ -40,6 +40,13 @@ class Home:
 
     def open(self) -> Segment:
         return open_or_create(self.path, self.access, self.make_header)
+
+    def open_again(self) -> Segment:
+        """For one who is in already: whatever is wrong with the place now may be right at the next beat. Raises `PeerLost`."""
+        try:
+            return self.open()
+        except SettingError as error:
+            raise PeerLost(str(error)) from error
 
     def now_ns(self) -> int:
         return int(self.clock() * 1e9)
@@ -180,10 +187,12 @@ class Entry:
         if floor_bytes is None or floor_bytes <= self._checked()._record.floor_bytes:
             self._update(change)
             return
+        self.heartbeat(deadline_s)
         with self._segment.file.ledger(deadline_s) as held:
             if not held:
                 raise PeerTimeout(f"the ledger lock of {self.path} was not free within {deadline_s} s")
             header, records = self._segment.read()
+            reclaim(self._segment, header, records)
             check_floor(records, self._slot, floor_bytes, header.budget_bytes)
             self._update(change)
 
@@ -310,7 +319,7 @@ class Entry:
             if self._closed or self._in_place():
                 return False
             former, former_slot = self._segment, self._slot
-            segment = self._home.open()
+            segment = self._home.open_again()
             with segment.file.ledger(end_s - time.monotonic()) as held:
                 if not held:
                     raise PeerTimeout(f"the ledger lock of {self.path} was not free within the deadline")

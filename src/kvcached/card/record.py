@@ -29,6 +29,7 @@ SLOTS: Final = 128
 SLOT_BYTES: Final = 1024
 NO_LIMIT_BYTES: Final = (1 << 63) - 1
 LONGEST_SETTLE_NS: Final = 10 * 10**9
+UUID_CHARS: Final = 64
 INSTANCE_CHARS: Final = 40
 ENDPOINT_CHARS: Final = 107
 
@@ -178,7 +179,7 @@ def encode_header(header: Header) -> bytes:
     """One copy; it belongs at `header_copy_offset(header)`."""
     raw = bytearray(_HEADER.size)
     words = header[1:9]
-    strings = (_text(header.uuid, 64), _text(header.name, 64))
+    strings = (_text(header.uuid, UUID_CHARS), _text(header.name, 64))
     _HEADER.pack_into(raw, 0, MAGIC, 0, header.version, _HEADER.size, *words, *strings)
     _CHECKSUM.pack_into(raw, 8, crc32(memoryview(raw)[12:]))
     return bytes(raw)
@@ -227,12 +228,14 @@ def slot_copy_offset(record: Record, slot_bytes: int) -> int:
 def decode_slot(raw: bytes, offset: int, slot_bytes: int) -> Record:
     """The slot at `offset`; `Kind.UNREADABLE` when neither copy is valid."""
     half = slot_bytes // 2
-    frames = sorted(((_FRAME.unpack_from(raw, at), at) for at in (offset, offset + half)), key=lambda frame: -frame[0][3])
-    for frame, at in frames:
-        record = _decode_copy(raw, at, frame, half)
-        if record is not None:
-            return record
-    return _UNREADABLE
+    newer, older = offset, offset + half
+    newer_frame, older_frame = _FRAME.unpack_from(raw, newer), _FRAME.unpack_from(raw, older)
+    if older_frame[3] > newer_frame[3]:
+        newer, newer_frame, older, older_frame = older, older_frame, newer, newer_frame
+    record = _decode_copy(raw, newer, newer_frame, half)
+    if record is None:
+        record = _decode_copy(raw, older, older_frame, half)
+    return _UNREADABLE if record is None else record
 
 
 def _decode_copy(raw: bytes, at: int, frame: tuple[int, ...], room_bytes: int) -> Record | None:
@@ -244,7 +247,8 @@ def _decode_copy(raw: bytes, at: int, frame: tuple[int, ...], room_bytes: int) -
     if version != VERSION or size != _SLOT.size:
         return Record(version, sequence, lease_bytes, floor_bytes, ownable_bytes, kind=Kind.OTHER, limit_bytes=lease_bytes)
     words = _SLOT.unpack_from(raw, at)
-    return Record(version, *words[3:-3], *(text.rstrip(b"\0") for text in words[-3:]))
+    instance, name, endpoint = words[-3:]
+    return Record._make((version, *words[3:-3], instance.rstrip(b"\0"), name.rstrip(b"\0"), endpoint.rstrip(b"\0")))
 
 
 def fresh_record(spec: EntrySpec, pid: int, lease_bytes: int = 0) -> Record:

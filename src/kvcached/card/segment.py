@@ -66,6 +66,7 @@ class Segment:
     def __init__(self, path: Path, file: LockFile) -> None:
         self.path: Final = path
         self.file: Final = file
+        self._known: tuple[bytes, Header] | None = None
 
     def is_current(self) -> bool:
         """Whether the path still names this file."""
@@ -78,8 +79,13 @@ class Segment:
     def header(self) -> Header:
         """Raises `Damaged`."""
         for _ in range(_READ_ATTEMPTS):
-            header = decode_header(os.pread(self.file.fd, HEADER_BYTES, 0))
+            raw = os.pread(self.file.fd, HEADER_BYTES, 0)
+            known = self._known
+            if known is not None and known[0] == raw:
+                return known[1]
+            header = decode_header(raw)
             if header is not None:
+                self._known = (raw, header)
                 return header
         raise Damaged(f"{self.path} is not a card's file any more")
 
