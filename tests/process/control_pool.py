@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+from kvcached.card import Card, CardIdentity, Entry, EntrySpec, Kind, Usage
 from kvcached.errors import Misuse, PoolExhausted, StateUnknown
 from kvcached.runtime.control import (
     BytesAnswer,
@@ -24,6 +25,7 @@ from kvcached.runtime.control import (
 from kvcached.units import MIB
 
 CAPACITY_BYTES = 64 * MIB
+BUDGET_BYTES = 100 * MIB
 
 
 class SmallPool:
@@ -39,6 +41,21 @@ class SmallPool:
         self._floor_bytes = 0
         self._weight = 1.0
         self._revision = 0
+        self._entry: Entry | None = None
+
+    def attach(self, entry: Entry) -> None:
+        """Lease what is held and keep the card's record true from now on."""
+        assert entry.lease(self._held_bytes(), owned=True).granted
+        self._entry = entry
+        self._publish()
+
+    def _publish(self) -> None:
+        if self._entry is None:
+            return
+        owned, cached, parked = (len(part) * MIB for part in (self._owned, self._cached, self._parked))
+        self._entry.publish(Usage(mapped_bytes=self._held_bytes(), owned_bytes=owned, cached_bytes=cached, parked_bytes=parked))
+        self._entry.unlease(self._entry.lease_bytes - self._held_bytes())
+        self._entry.set_limits(limit_bytes=self._limit_bytes, floor_bytes=self._floor_bytes, weight=self._weight, revision=self._revision)
 
     def _held_bytes(self) -> int:
         return sum(len(page) for part in (self._owned, self._parked, self._cached) for page in part)
@@ -70,6 +87,7 @@ class SmallPool:
             for part in (self._parked, self._cached):
                 while part and self._held_bytes() > self._limit_bytes:
                     part.pop()
+            self._publish()
             outcome = "clamped" if limit_bytes > CAPACITY_BYTES else "deferred" if self._held_bytes() > self._limit_bytes else "applied"
             return self._change(outcome, limit_bytes, self._limit_bytes)
 
@@ -90,6 +108,7 @@ class SmallPool:
             raise Misuse(f"a floor of {floor_bytes} bytes is above the capacity of {CAPACITY_BYTES}")
         with self._lock:
             self._floor_bytes = floor_bytes
+            self._publish()
             return self._change("applied", floor_bytes, floor_bytes)
 
     def weight(self, weight: float) -> WeightAnswer:
@@ -98,6 +117,7 @@ class SmallPool:
         if weight == 14:
             raise ZeroDivisionError("a bug")
         self._weight = weight
+        self._publish()
         return WeightAnswer(weight=weight)
 
     def trim(self, size_bytes: int | None = None) -> BytesAnswer:
@@ -112,6 +132,7 @@ class SmallPool:
         given_bytes = 0
         while pages and given_bytes < size_bytes:
             given_bytes += len(pages.pop())
+        self._publish()
         return given_bytes
 
     def explain(self) -> Explanation:
@@ -145,8 +166,17 @@ class SlowPool(SmallPool):
 
 
 def serve(run_dir: Path, instance: str, group: int | None = None) -> None:
-    """Serve until standard input ends. Says `ready` when it listens."""
-    with ControlServer(endpoint_path(run_dir, instance), SmallPool(instance), group=group, io_timeout_s=1.0):
+    """Serve until standard input ends, with an entry in the record of a real card. Says `ready` when it listens."""
+    path = endpoint_path(run_dir, instance)
+    pool = SmallPool(instance)
+    identity = CardIdentity("TEST-0", "a card for tests", BUDGET_BYTES)
+    with (
+        ControlServer(path, pool, group=group, io_timeout_s=1.0),
+        Card.open(run_dir, identity, budget_bytes=BUDGET_BYTES, settle_s=0) as card,
+    ):
+        spec = EntrySpec(Kind.KV, instance, name="small-model", endpoint=str(path), limit_bytes=CAPACITY_BYTES)
+        entry = card.register(spec)
+        pool.attach(entry)
         print("ready", flush=True)
         sys.stdin.read()
 

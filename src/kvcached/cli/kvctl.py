@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvctl`: look at the pools of this machine and change what they may hold, while they run.
+
+Exit codes: 0 done, 1 refused or only partly done, 2 usage or a bad setting, 3 no such pool, 4 no answer in time.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvcached.card import Card
+from kvcached.cli import live
+from kvcached.cli.machine import Target, find, pid_at, read_cards
+from kvcached.cli.output import ExitCode, parse_amount, parse_limit, parse_percent, reporting, say, say_json, short_size, table, warn
+from kvcached.cli.settings_view import show_settings
+from kvcached.config import Amount, load_settings
+from kvcached.errors import PeerRefused, PeerTimeout
+from kvcached.runtime.control import BytesAnswer, ChangeAnswer, ControlClient
+from kvcached.runtime.endpoint import remove_abandoned
+from kvcached.units import format_size
+
+app = typer.Typer(
+    help=__doc__,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Pool = Annotated[str, typer.Argument(metavar="POOL", help="Instance name, as `kvctl list` shows it.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on standard output.")]
+SizeOrShare = Annotated[
+    Amount, typer.Argument(parser=parse_amount, metavar="SIZE", help="`3G`, `512MiB`, or a share of the card's budget: `40%`.")
+]
+SizeOrNone = Annotated[
+    Amount, typer.Argument(parser=parse_limit, metavar="SIZE", help="`3G`, `512MiB`, `40%` of the card's budget, or `none`.")
+]
+Percent = Annotated[Amount, typer.Argument(parser=parse_percent, metavar="PERCENT", help="Of the card's budget: `40` or `40%`.")]
+Revision = Annotated[int | None, typer.Option(min=0, help="Has no effect if a later revision is in force.")]
+Timeout = Annotated[float | None, typer.Option(min=0.01, help="Seconds to wait for a pool; default: the setting KVCACHED_IPC_TIMEOUT.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What stands before the command. None: as the settings say."""
+
+    run_dir: Path | None
+    timeout_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    run_dir: Path
+    timeout_s: float
+
+    def reach(self, pool: str) -> tuple[Target, ControlClient]:
+        """Raises `NoSuchPool`."""
+        target = find(self.run_dir, pool)
+        return target, target.client(self.timeout_s)
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    run_dir: Annotated[Path | None, typer.Option(help="Run directory; default: the setting KVCACHED_RUN_DIR.")] = None,
+    timeout: Timeout = None,
+) -> None:
+    context.obj = Options(run_dir, timeout)
+
+
+@contextmanager
+def _session(context: typer.Context, as_json: bool) -> Iterator[Session]:
+    with reporting(as_json):
+        settings = load_settings()
+        for warning in settings.warnings:
+            warn(f"kvctl: {warning}")
+        chosen: Options = context.obj
+        yield Session((chosen.run_dir or settings.run_dir).absolute(), chosen.timeout_s or settings.ipc_timeout_s)
+
+
+@app.command("list")
+def list_pools(context: typer.Context, as_json: AsJson = False) -> None:
+    """Show every card and what its pools hold. Sizes are in powers of 1024."""
+    with _session(context, as_json) as session:
+        cards = read_cards(session.run_dir)
+        if as_json:
+            say_json(live.cards_json(session.run_dir, cards))
+        else:
+            say(live.cards_view(session.run_dir, cards))
+
+
+@app.command()
+def watch(
+    context: typer.Context,
+    interval: Annotated[float, typer.Option("--interval", "-n", min=0.05, help="Seconds between two looks.")] = 1.0,
+    count: Annotated[int, typer.Option("--count", "-c", min=0, help="Number of looks; 0: until interrupted.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Show the table again and again. Without a terminal: one line for each pool and look; with --json: one value for each look."""
+    with _session(context, as_json) as session:
+        live.watch(session.run_dir, interval_s=interval, count=count, as_json=as_json)
+
+
+@app.command()
+def limit(context: typer.Context, pool: Pool, size: SizeOrNone, revision: Revision = None, as_json: AsJson = False) -> None:
+    """Let a pool hold at most SIZE from now on. What running requests own stays until they end."""
+    with _session(context, as_json) as session:
+        _set_limit(session, pool, size, revision, as_json)
+
+
+@app.command("limit-percent")
+def limit_percent(context: typer.Context, pool: Pool, percent: Percent, revision: Revision = None, as_json: AsJson = False) -> None:
+    """Let a pool hold at most PERCENT of the card's budget from now on."""
+    with _session(context, as_json) as session:
+        _set_limit(session, pool, percent, revision, as_json)
+
+
+def _set_limit(session: Session, pool: str, amount: Amount, revision: int | None, as_json: bool) -> None:
+    target, client = session.reach(pool)
+    answer = client.limit(_bytes(amount, target, client), revision)
+    holds = answer.in_force_bytes <= answer.asked_bytes and not answer.overage_bytes
+    _tell_change(pool, "limit", answer, holds, as_json)
+
+
+@app.command()
+def floor(context: typer.Context, pool: Pool, size: SizeOrShare, as_json: AsJson = False) -> None:
+    """Make the other pools leave SIZE to this one."""
+    with _session(context, as_json) as session:
+        target, client = session.reach(pool)
+        answer = client.floor(_bytes(size, target, client))
+        _tell_change(pool, "floor", answer, answer.in_force_bytes >= answer.asked_bytes, as_json)
+
+
+@app.command()
+def weight(
+    context: typer.Context,
+    pool: Pool,
+    value: Annotated[float, typer.Argument(min=0.001, max=1000, metavar="WEIGHT", help="0.001 to 1000; pools start with 1.")],
+    as_json: AsJson = False,
+) -> None:
+    """Set a pool's part of contended memory, against the weights of the others."""
+    with _session(context, as_json) as session:
+        answer = session.reach(pool)[1].weight(value)
+        if as_json:
+            say_json({"pool": pool, **answer.model_dump()})
+        else:
+            say(f"{pool}: weight {answer.weight:g}")
+
+
+@app.command()
+def trim(
+    context: typer.Context,
+    pool: Pool,
+    size: Annotated[
+        Amount | None, typer.Argument(parser=parse_amount, metavar="[SIZE]", help="At most this much; default: all that is empty.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take back memory that a pool keeps ready but does not use."""
+    with _session(context, as_json) as session:
+        target, client = session.reach(pool)
+        wanted_bytes = None if size is None else _bytes(size, target, client)
+        _tell_bytes(pool, client.trim(wanted_bytes), wanted_bytes, as_json)
+
+
+@app.command()
+def evict(context: typer.Context, pool: Pool, size: SizeOrShare, as_json: AsJson = False) -> None:
+    """Drop cached prefixes of a pool, cheapest first, and take their memory back."""
+    with _session(context, as_json) as session:
+        target, client = session.reach(pool)
+        wanted_bytes = _bytes(size, target, client)
+        _tell_bytes(pool, client.evict(wanted_bytes), wanted_bytes, as_json)
+
+
+@app.command()
+def explain(context: typer.Context, pool: Pool, as_json: AsJson = False) -> None:
+    """Say for every byte that a pool holds why it holds it, and what would free it."""
+    with _session(context, as_json) as session:
+        client = session.reach(pool)[1]
+        status, answer = client.status(), client.explain()
+        if as_json:
+            say_json({"status": status.model_dump(), "rows": [row.model_dump() for row in answer.rows]})
+            return
+        why = f" ({status.reason})" if status.reason else ""
+        model = f", model {status.name}" if status.name else ""
+        say(f"{pool}{model}: {status.state}{why}, {format_size(status.held_bytes)} held of a lease of {format_size(status.lease_bytes)}")
+        rows = [(short_size(row.size_bytes), row.reason, row.freed_by or "-") for row in answer.rows]
+        say(table(("SIZE", "REASON", "FREED BY"), rows, left=3))
+
+
+@app.command()
+def config(context: typer.Context, as_json: AsJson = False) -> None:
+    """Show every setting, its value and where it came from."""
+    with reporting(as_json):
+        show_settings(load_settings(), as_json)
+
+
+@app.command()
+def delete(
+    context: typer.Context,
+    pool: Pool,
+    force: Annotated[bool, typer.Option("--force", help="End a live pool's process first (SIGTERM).")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Clear up what a dead pool left behind. A live pool is refused unless forced."""
+    with _session(context, as_json) as session:
+        target = find(session.run_dir, pool)
+        if target.is_alive and not force:
+            pids = ", ".join(str(pid) for row in target.rows for pid in row.pids)
+            raise PeerRefused(f"{pool} is alive (pid {pids}); end it, or use --force")
+        if target.is_alive:
+            _end(session, target)
+        Card.sweep(session.run_dir)
+        removed_socket = remove_abandoned(target.endpoint)
+        if as_json:
+            say_json({"pool": pool, "deleted": True, "entries": len(target.rows), "socket": removed_socket})
+        else:
+            say(f"{pool}: deleted")
+
+
+def _end(session: Session, target: Target) -> None:
+    """Raises `PeerTimeout` when the process outlives the deadline."""
+    os.kill(pid_at(target.endpoint), signal.SIGTERM)
+    end_s = time.monotonic() + session.timeout_s
+    while any(row.is_alive for card in read_cards(session.run_dir) for row in card.pools if row.instance == target.instance):
+        if time.monotonic() > end_s:
+            raise PeerTimeout(f"{target.instance} is still alive {session.timeout_s:g} s after SIGTERM")
+        time.sleep(0.05)
+
+
+def _bytes(amount: Amount, target: Target, client: ControlClient) -> int:
+    """A share is of the card's budget."""
+    return amount.of(target.budget_bytes or client.status().budget_bytes) if amount.is_percent else amount.of(0)
+
+
+def _tell_change(pool: str, what: str, answer: ChangeAnswer, holds: bool, as_json: bool) -> None:
+    holds = holds and answer.outcome not in ("stale", "rejected")
+    if as_json:
+        say_json({"pool": pool, "setting": what, "holds": holds, **answer.model_dump()})
+    else:
+        more = f", {format_size(answer.overage_bytes)} above it still held" if answer.overage_bytes else ""
+        why = f" ({answer.reason})" if answer.reason else ""
+        say(f"{pool}: {what} {answer.outcome}: {_amount_text(answer.in_force_bytes)} in force{more}{why}")
+    if not holds:
+        raise typer.Exit(int(ExitCode.REFUSED))
+
+
+def _amount_text(size_bytes: int) -> str:
+    return "none" if short_size(size_bytes) == "-" else format_size(size_bytes)
+
+
+def _tell_bytes(pool: str, answer: BytesAnswer, wanted_bytes: int | None, as_json: bool) -> None:
+    if as_json:
+        say_json({"pool": pool, "wanted_bytes": wanted_bytes, **answer.model_dump()})
+    else:
+        of = "" if wanted_bytes is None else f" of {format_size(wanted_bytes)}"
+        say(f"{pool}: {format_size(answer.given_bytes)}{of} given back")
+    if wanted_bytes is not None and answer.given_bytes < wanted_bytes:
+        raise typer.Exit(int(ExitCode.REFUSED))
+
+
+def main() -> None:
+    """The command `kvctl`."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
