@@ -33,7 +33,7 @@ class Refusal(Enum):
     DEVICE = "the device's free memory"
     FLOORS = "the rest is owned by others or kept for their floors"
     TURN = "others wait first"
-    SETTLING = "the card's file is new; until live processes have registered again only floors are granted"
+    SETTLING = "the card's file is new; until live processes have registered again only floors and unused memory are granted"
     UNREADABLE = "a live entry cannot be read just now"
     LOST = "the card's file cannot be reached"
 
@@ -52,12 +52,14 @@ class Ask(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The card at this moment. `free_bytes` is what the device reports, less the margin; None when nobody measures."""
+    """The card at this moment. `free_bytes` is what the device reports, less the margin; `used_bytes` what it reports in use, by anyone;
+    both None when nobody measures."""
 
     budget_bytes: int
     free_bytes: int | None = None
     settling: bool = False
     now_ns: int = 0
+    used_bytes: int | None = None
 
 
 class Verdict(NamedTuple):
@@ -167,13 +169,18 @@ def _bounds(mine: Record, ask: Ask, room: Room, sums: _Sums) -> list[tuple[int, 
         if room.free_bytes is not None:
             bounds.append((room.free_bytes, Refusal.DEVICE))
         if room.settling:
-            bounds.append((mine.floor_bytes - mine.lease_bytes, Refusal.SETTLING))
+            bounds.append((max(mine.floor_bytes - mine.lease_bytes, _settling_bytes(room, sums)), Refusal.SETTLING))
     if ask.ownable_delta_bytes:
         bounds.append((room.budget_bytes - sums.others_committed_bytes - mine.ownable_bytes, Refusal.FLOORS))
     if sums.waiting_bytes:
         shared = [bound for bound, refusal in bounds if refusal in (Refusal.BUDGET, Refusal.DEVICE, Refusal.FLOORS)]
         bounds.append((min(shared) - sums.waiting_bytes, Refusal.TURN))
     return bounds
+
+
+def _settling_bytes(room: Room, sums: _Sums) -> int:
+    """All memory in use may belong to pools that have not registered again, and what is leased here may not be in use yet."""
+    return 0 if room.used_bytes is None else room.budget_bytes - room.used_bytes - sums.leased_bytes
 
 
 def _explain(refusal: Refusal, mine: Record, ask: Ask, room: Room, sums: _Sums, ceiling_bytes: int) -> str:

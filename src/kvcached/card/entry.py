@@ -268,7 +268,8 @@ class Entry:
         before = records[self._slot] = self._record
         ask = Ask(self._slot, wish.lease_bytes, wish.ownable_bytes)
         now_ns = self._home.now_ns()
-        room = Room(header.budget_bytes, wish.free_bytes, header.settling(now_ns), now_ns)
+        used_bytes = None if wish.free_bytes is None else header.total_bytes - wish.free_bytes - self._home.margin_bytes
+        room = Room(header.budget_bytes, wish.free_bytes, header.settling(now_ns), now_ns, used_bytes)
         verdict = judge(records, ask, room)
         if not verdict.granted and reclaim(segment, header, records):
             verdict = judge(records, ask, room)

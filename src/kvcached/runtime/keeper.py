@@ -18,6 +18,7 @@ from kvcached.errors import KVCachedError, StateUnknown
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvcached.core.report import PoolCounts
     from kvcached.runtime.pool import Pool
 
 _log = logging.getLogger("kvcached.keeper")
@@ -53,10 +54,11 @@ class Keeper:
         self._reserve = ReserveTarget(options.min_reserved_pages, options.max_reserved_pages)
         self._wake = threading.Event()
         self._stopping = threading.Event()
-        self._last_grown_pages = pool.grown_pages
+        self._last_used_pages = 0
         self._last_tick_s = self._last_busy_s = clock()
         self._last_report_s = 0.0
         self._grow_backoff_until_s = 0.0
+        self._handles_trimmed = False
         self._thread: threading.Thread | None = None
         pool.on_low = self.wake
 
@@ -94,8 +96,7 @@ class Keeper:
     def tick(self) -> None:
         """One look: limit first, then reserve or surplus, then the report."""
         now = self._clock()
-        counts = self._pool.counts()
-        self._observe(now, counts.owned_blocks)
+        self._observe(now, self._pool.counts())
         self.enforce_limit()
         self._keep_reserve(now)
         if now - self._last_report_s >= _REPORT_INTERVAL_S:
@@ -104,22 +105,24 @@ class Keeper:
             if self._watch is not None:
                 self._watch()
 
-    def _observe(self, now: float, owned_blocks: int) -> None:
-        grown = self._pool.grown_pages
-        if grown != self._last_grown_pages or owned_blocks > 0:
+    def _observe(self, now: float, counts: PoolCounts) -> None:
+        consumed = counts.used_pages - self._last_used_pages
+        if consumed or counts.owned_blocks > 0:
             self._last_busy_s = now
-        self._reserve.observe(grown - self._last_grown_pages, max(1e-6, now - self._last_tick_s))
-        self._last_grown_pages, self._last_tick_s = grown, now
+        self._reserve.observe(max(0, consumed), max(1e-6, now - self._last_tick_s))
+        self._last_used_pages, self._last_tick_s = counts.used_pages, now
 
     def enforce_limit(self) -> None:
         """Give back what is beyond the limit: parked pages first, then cached blocks; owned blocks stay until the engine gives them."""
         over = self._pool.overage_pages()
-        if over > 0:
-            self._pool.shrink(over)
-            over = self._pool.overage_pages()
+        if over <= 0:
+            return
+        self._pool.shrink(over)
+        over = self._pool.overage_pages()
         if over > 0:
             self._pool.free_pages(over)
             self._pool.shrink(over)
+        self._pool.trim_handles()
 
     def _keep_reserve(self, now: float) -> None:
         idle = now - self._last_busy_s > self._options.idle_trim_s
@@ -132,3 +135,6 @@ class Keeper:
                 self._grow_backoff_until_s = now + self._options.idle_tick_s
         elif parked > high:
             self._pool.shrink(parked - high, keep_parked=high)
+        if idle and not self._handles_trimmed:
+            self._pool.trim_handles()
+        self._handles_trimmed = idle

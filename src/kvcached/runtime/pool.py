@@ -74,7 +74,6 @@ class Pool:
         self.on_low: Callable[[], None] | None = None
         self.low_mark_pages = 0
         self.misses = 0
-        self.grown_pages = 0
         self._port = port
         self._press = press
         self._step_bytes = geometry.release_step_bytes
@@ -82,6 +81,7 @@ class Pool:
         self._done: deque[tuple[GrowPlan | ShrinkPlan, Future[Outcome]]] = deque()
         self._failed: StateUnknown | None = None
         self._closed = False
+        self._last_refusal = ""
         self._adopt(adopted_pages)
 
     def _adopt(self, pages: int) -> None:
@@ -234,10 +234,12 @@ class Pool:
         plan = self._ledger.plan_grow(pages, max_run_pages=self._run_pages(pages))
         if not plan.runs:
             return None
-        self.grown_pages += sum(count for _, count in plan.runs)
         future = self._perform(plan, self._port.map(plan.runs, urgent=urgent))
         outcome = self._wait(future, deadline)
-        return None if outcome is None or outcome.verdict is Verdict.DONE else outcome
+        if outcome is None or outcome.verdict is Verdict.DONE:
+            return None
+        self._last_refusal = outcome.reason
+        return outcome
 
     def _run_pages(self, pages: int) -> int:
         """A large run only where it is filled, and while few bytes are stranded in runs that are partly used."""
@@ -363,7 +365,7 @@ class Pool:
         counts = self._ledger.counts()
         if counts.held_pages >= counts.limit_pages:
             return f"the pool is at its limit of {self.limits.limit_bytes} bytes"
-        return "the card grants no more memory just now"
+        return f"the card grants no more memory just now: {self._last_refusal or 'the mapper has not answered in time'}"
 
     def close(self) -> None:
         """Give everything back. A second call does nothing."""

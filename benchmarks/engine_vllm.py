@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM on a GPU, elastic against unhooked: same tokens, throughput ratio, start-up, memory idle, at peak and after.
+
+    python benchmarks/engine_vllm.py --pairs 5 --json result.json
+
+Two engines of one 8B-shaped model with random weights live on the card at the same time, one unhooked (a static half of the card) and
+one elastic (the other half as its limit), and take turns: each figure is a ratio of neighbours in time. Both get the same number of
+blocks, the same prompts and the same settings (full CUDA graphs; async scheduling where the version has it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+GIB = 1 << 30
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "bos_token_id": 128000, "eos_token_id": 128001,
+}  # fmt: skip
+LOADS = {  # name: (requests, tokens in, tokens out)
+    "low (8 at a time)": (8, 512, 128),
+    "saturating (256 at a time)": (256, 512, 128),
+    "long (64 at a time)": (64, 2048, 128),
+}
+
+
+class Child:
+    """One engine in a process of its own that answers one JSON line per command."""
+
+    def __init__(self, kind: str, model: Path, blocks: int, environment: dict[str, str]) -> None:
+        self.kind = kind
+        self.started = time.time()
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--child", kind, "--model", str(model), "--blocks", str(blocks)],
+            env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def read(self) -> dict[str, object]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("RESULT "):
+                return json.loads(line[7:])
+            print(f"  [{self.kind}] {line.rstrip()}", flush=True)
+        raise SystemExit(f"the {self.kind} engine ended with {self.process.wait()}")
+
+    def ask(self, **command: object) -> dict[str, object]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return self.read()
+
+
+def child(kind: str, model: str, blocks: int) -> None:
+    import torch
+    from vllm import LLM, SamplingParams
+
+    start = time.time()
+    llm = LLM(
+        model=model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096, seed=0, max_num_seqs=256,
+        gpu_memory_utilization=0.45, num_gpu_blocks_override=blocks if kind == "static" else None, enable_prefix_caching=False,
+        compilation_config={"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 8, 64, 256]}, disable_log_stats=True,
+    )  # fmt: skip
+    generator = torch.Generator(device="cuda")
+    generator.manual_seed(0)
+
+    def reinitialise(net: torch.nn.Module) -> None:
+        """Dummy weights are near zero: attention would not matter to the tokens."""
+        for parameter in net.parameters():
+            if parameter.dim() >= 2:
+                parameter.data.normal_(0, 0.03, generator=generator)
+
+    llm.apply_model(reinitialise)
+    answer(up_s=time.time() - start, **memory())
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["do"] == "stop":
+            llm.llm_engine.engine_core.shutdown()
+            answer(**memory())
+            return
+        if command["do"] == "memory":
+            time.sleep(command.get("after_s", 0))
+            answer(**memory())
+            continue
+        rng = random.Random(command["seed"])
+        prompts = [{"prompt_token_ids": [rng.randrange(1000, 100000) for _ in range(command["tokens_in"])]} for _ in range(command["requests"])]
+        parameters = SamplingParams(temperature=0, max_tokens=command["tokens_out"], ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        digest = hashlib.sha1(str(tokens).encode()).hexdigest()[:12]
+        answer(seconds=seconds, digest=digest, distinct=len({token for row in tokens for token in row}), **memory())
+
+
+def answer(**values: object) -> None:
+    print("RESULT " + json.dumps(values), flush=True)
+
+
+def memory() -> dict[str, float]:
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return {"card_free_gib": round(free / GIB, 2), "card_total_gib": round(total / GIB, 2)}
+
+
+def compare(arguments: argparse.Namespace) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(MODEL))
+        common = {
+            "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }  # fmt: skip
+        elastic_only = {
+            "ENABLE_KVCACHED": "true", "KVCACHED_RUN_DIR": str(Path(folder) / "run"), "KVCACHED_LIMIT": f"{arguments.blocks * 2}MiB",
+            "KVCACHED_VIRTUAL": f"{arguments.blocks * 2}MiB",
+        }  # fmt: skip
+        static = Child("static", model, arguments.blocks, {**common, "ENABLE_KVCACHED": "false"})
+        result: dict[str, object] = {"static start": static.read()}
+        elastic = Child("elastic", model, arguments.blocks, {**common, **elastic_only})
+        result["elastic start"] = elastic.read()
+        print("static up", result["static start"], "elastic up", result["elastic start"], flush=True)
+        result["loads"] = {name: pair_up(static, elastic, load, name, arguments.pairs) for name, load in LOADS.items()}
+        result["elastic idle again"] = elastic.ask(do="memory", after_s=3)
+        result["elastic stopped"] = elastic.ask(do="stop")
+        static.ask(do="stop")
+        result["exit codes"] = [static.process.wait(60), elastic.process.wait(60)]
+    return result
+
+
+def pair_up(static: Child, elastic: Child, load: tuple[int, int, int], name: str, pairs: int) -> dict[str, object]:
+    requests, tokens_in, tokens_out = load
+    ratios, rows, equal = [], [], True
+    for pair in range(pairs + 1):
+        order = (static, elastic) if pair % 2 else (elastic, static)
+        command = {"do": "run", "seed": pair, "requests": requests, "tokens_in": tokens_in, "tokens_out": tokens_out}
+        answers = {engine.kind: engine.ask(**command) for engine in order}
+        equal = equal and answers["static"]["digest"] == answers["elastic"]["digest"]
+        if pair:  # the first one warms up
+            ratios.append(float(answers["static"]["seconds"]) / float(answers["elastic"]["seconds"]))
+            rows.append(answers)
+    print(f"{name}: elastic / static throughput {statistics.median(ratios):.4f} (from {min(ratios):.4f} to {max(ratios):.4f}), "
+          f"same tokens: {equal}, distinct {rows[-1]['elastic']['distinct']}", flush=True)  # fmt: skip
+    seconds = {kind: statistics.median(float(row[kind]["seconds"]) for row in rows) for kind in ("static", "elastic")}
+    free = min(float(row["elastic"]["card_free_gib"]) for row in rows)
+    return {"ratio": statistics.median(ratios), "ratios": ratios, "same_tokens": equal, "seconds": seconds, "least_card_free_gib": free}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--blocks", type=int, default=20_000, help="KV blocks of 2 MiB (16 tokens) for each engine")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", choices=["static", "elastic"], help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(arguments.child, arguments.model, arguments.blocks)
+        return
+    result = compare(arguments)
+    print(json.dumps(result, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
