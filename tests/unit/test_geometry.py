@@ -79,7 +79,7 @@ def test_every_size_must_be_positive(name: str) -> None:
     [
         ({"block_stride_bytes": 5}, "block_stride_bytes"),
         ({"page_bytes": 5, "pages": 40}, "page_bytes"),
-        ({"pages": 4}, "pages"),
+        ({"pages": 4, "num_blocks": 10}, "pages"),
     ],
 )
 def test_sizes_that_cannot_work_are_refused_with_one_that_does(sizes: dict[str, int], repair: str) -> None:
