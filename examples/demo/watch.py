@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from examples.demo.series import EngineMemory, Sample
 
-from kvcached.card.card import Card
+from kvcached.card import Card
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcached.card.view import CardSnapshot, EntryView
+    from kvcached.card import CardSnapshot, EntryView
 
 
 def read_sample(run_dir: Path, at_s: float) -> Sample | None:
