@@ -273,11 +273,10 @@ def measure(machine: Machine, shape: Shape, rounds: int, repeats: int, run_pages
 
 
 def layers_that_fit(free_bytes: int, shape: Shape, most: int) -> int:
-    """Half the layers until one copy of the cache fits; block strides are the more like a real model's the more layers there are."""
-    layers = most
-    while layers > 1 and shape.kv_bytes_per_layer * layers > 0.9 * free_bytes - GIB:
-        layers //= 2
-    return layers
+    """Half the layers until one copy of the cache fits: the more layers, the more the block stride is like a real model's."""
+    while most > 1 and shape.kv_bytes_per_layer * most > 0.9 * free_bytes - GIB:
+        most //= 2
+    return most
 
 
 def verdict(rows: list[Row]) -> str:
