@@ -245,7 +245,7 @@ def _tell_change(pool: str, what: str, answer: ChangeAnswer, holds: bool, as_jso
     if as_json:
         say_json({"pool": pool, "setting": what, "holds": holds, **answer.model_dump()})
     else:
-        more = f", {format_size(answer.overage_bytes)} above it still held" if answer.overage_bytes else ""
+        more = f", {format_size(answer.overage_bytes)} above it still held" if what == "limit" and answer.overage_bytes else ""
         why = f" ({answer.reason})" if answer.reason else ""
         say(f"{pool}: {what} {answer.outcome}: {_amount_text(answer.in_force_bytes)} in force{more}{why}")
     if not holds:
