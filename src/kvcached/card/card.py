@@ -33,9 +33,10 @@ _OPEN_DEADLINE_S: Final = 1.0
 class Card:
     """One card's shared record. Safe to use from any thread; after a fork every call in the child raises `Misuse`."""
 
-    def __init__(self, home: Home, asked_budget_bytes: int, total_bytes: int) -> None:
+    def __init__(self, home: Home, segment: Segment, asked_budget_bytes: int, total_bytes: int) -> None:
         """Use `open`."""
         self._home = home
+        self._opened = segment.file
         self._asked_budget_bytes = asked_budget_bytes
         self._total_bytes = total_bytes
         self._entries: list[Entry] = []
@@ -75,8 +76,8 @@ class Card:
             return new_header(identity, first_budget_bytes, int((clock() + settle_s) * 1e9))
 
         home = Home(card_path(Path(run_dir).absolute(), identity.uuid), Access(group_mode), make_header, measure_free, margin_bytes, clock)
-        card = cls(home, budget_bytes, identity.total_bytes)
         segment = home.open()
+        card = cls(home, segment, budget_bytes, identity.total_bytes)
         if segment.header().uuid != identity.uuid:
             raise SettingError(f"{segment.path} belongs to card {segment.header().uuid}, not to {identity.uuid}")
         if budget_bytes not in (0, segment.header().budget_bytes):
@@ -93,6 +94,7 @@ class Card:
         Raises `PeerRefused` (table full, floor does not fit, same kind, instance and rank alive), `SettingError` (spec, budget),
         `PeerTimeout`.
         """
+        self._opened.check_process()
         newcomer = fresh_record(spec, os.getpid(), adopt_lease_bytes)
         entry: list[Entry] = []
 
@@ -108,6 +110,7 @@ class Card:
 
     def snapshot(self) -> CardSnapshot:
         """The card now, read without a lock. Raises `PeerLost` when the file is gone and nothing has made it again."""
+        self._opened.check_process()
         try:
             return look(open_existing(self._home.path), self._home.now_ns)
         except OSError as error:
@@ -125,6 +128,7 @@ class Card:
 
     def close(self) -> None:
         """Close all entries. A second call does nothing."""
+        self._opened.check_process()
         with self._guard:
             entries, self._entries = self._entries, []
         for entry in entries:

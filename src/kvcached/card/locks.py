@@ -5,9 +5,9 @@ Byte 0 is the ledger lock, byte 1 + i says that the process of slot i lives. The
 it ends; they mean the same in every PID namespace and for every uid; a fork does not inherit them.
 
 The kernel also drops *all* of a process's locks on a file when the process closes *any* descriptor of that file. So each file is
-opened once per process and never closed, and whoever needs it, tools included, asks the table in this module: the one piece of
-process-wide state in the package, because the locks are process-wide too. Nothing here maps the file: `mmap` keeps a duplicate of
-the descriptor and closes it some day.
+opened once per process and never closed while a lock is held, and whoever needs it, tools included, asks the table in this module:
+the one piece of process-wide state in the package, because the locks are process-wide too. Nothing here maps the file: `mmap`
+keeps a duplicate of the descriptor and closes it some day.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import threading
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary, finalize
 
 from kvcached.errors import Misuse
 
@@ -40,13 +41,13 @@ def slot_byte(slot: int) -> int:
 class LockFile:
     """One file, by inode, as this process has it open. Safe to use from any thread."""
 
-    def __init__(self, fd: int, key: tuple[int, int]) -> None:
+    def __init__(self, fd: int, key: tuple[int, int], pinned: set[LockFile]) -> None:
         self.fd: Final = fd
         self.key: Final = key
+        self._pinned = pinned
         self._pid = os.getpid()
-        self._ledger = threading.Lock()  # record locks do not exclude threads of one process
         self._guard = threading.Lock()
-        self._held: set[int] = set()
+        self._held: set[int] = set()  # record locks do not exclude threads of one process; this does
 
     def disown(self) -> None:
         """Called in a forked child: the parent's locks are not the child's."""
@@ -64,6 +65,7 @@ class LockFile:
             if byte in self._held or not self._set(byte):
                 return False
             self._held.add(byte)
+            self._pinned.add(self)
             return True
 
     def unlock(self, byte: int) -> None:
@@ -71,6 +73,8 @@ class LockFile:
         with self._guard:
             fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, byte)
             self._held.discard(byte)
+            if not self._held:
+                self._pinned.discard(self)
 
     def is_locked(self, byte: int) -> bool:
         """Whether any process, this one included, holds the byte. Takes nothing and works on a read-only descriptor."""
@@ -83,20 +87,12 @@ class LockFile:
     @contextmanager
     def ledger(self, deadline_s: float) -> Iterator[bool]:
         """Hold the ledger lock in the body if it could be had within `deadline_s`; the value says whether it is held."""
-        self.check_process()
-        end_s = time.monotonic() + deadline_s
-        if not self._ledger.acquire(timeout=max(deadline_s, 0.0)):
-            yield False
-            return
+        held = self._wait(LEDGER_BYTE, time.monotonic() + deadline_s)
         try:
-            held = self._wait(LEDGER_BYTE, end_s)
-            try:
-                yield held
-            finally:
-                if held:
-                    self.unlock(LEDGER_BYTE)
+            yield held
         finally:
-            self._ledger.release()
+            if held:
+                self.unlock(LEDGER_BYTE)
 
     def _wait(self, byte: int, end_s: float) -> bool:
         pause_s = _FIRST_PAUSE_S
@@ -119,34 +115,49 @@ class LockFile:
 
 
 class LockTable:
-    """The files that this process has open, by (device, inode). A file that is open keeps its inode number from being used again."""
+    """The files that this process has open, by (device, inode), for as long as somebody uses them or holds a lock in them.
+
+    A file that is open keeps its inode number from being used again.
+    """
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._files: dict[tuple[int, int], LockFile] = {}
+        self._guard = threading.RLock()  # a file may come to its end while its own thread is in here
+        self._files: WeakValueDictionary[tuple[int, int], LockFile] = WeakValueDictionary()
+        self._descriptors: dict[tuple[int, int], list[int]] = {}
+        self._pinned: set[LockFile] = set()
         os.register_at_fork(after_in_child=self._start_anew)
 
     def open(self, path: Path) -> LockFile:
         """The file at `path`, opened for writing where that is allowed. Raises `OSError`."""
         with self._guard:
             known = self._files.get(_key(os.stat(path)))
-            return known if known is not None else self._enter(_open(path))
+            return known if known is not None else self.adopt(_open(path))
 
     def adopt(self, fd: int) -> LockFile:
-        """Take over a descriptor for good."""
+        """Take over a descriptor. One of a file that is open already stays open as long as that does."""
         with self._guard:
-            return self._enter(fd)
+            key = _key(os.fstat(fd))
+            self._descriptors.setdefault(key, []).append(fd)
+            file = self._files.get(key)
+            if file is None:
+                self._files[key] = file = LockFile(fd, key, self._pinned)
+                finalize(file, self._forget, key, os.getpid()).atexit = False
+            return file
 
-    def _enter(self, fd: int) -> LockFile:
-        # When the path was replaced since it was looked up, `fd` may be a second descriptor of a known file. It stays open too.
-        key = _key(os.fstat(fd))
-        return self._files.setdefault(key, LockFile(fd, key))
+    def _forget(self, key: tuple[int, int], pid: int) -> None:
+        """Close a file that nobody uses. Not the parent's in a forked child: that would drop the child's own locks on the file."""
+        with self._guard:
+            if pid == os.getpid() and key not in self._files:
+                for fd in self._descriptors.pop(key, ()):
+                    os.close(fd)
 
     def _start_anew(self) -> None:
         for file in self._files.values():
             file.disown()
-        self._guard = threading.Lock()
-        self._files = {}
+        self._guard = threading.RLock()
+        self._files = WeakValueDictionary()
+        self._descriptors = {}
+        self._pinned = set()
 
 
 def _key(status: os.stat_result) -> tuple[int, int]:

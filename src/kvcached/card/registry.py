@@ -139,7 +139,7 @@ def _sweep_card(segment: Segment) -> tuple[int, list[Record]]:
 
 def _sweep_files(run_dir: Path, named: set[str], abandoned_after_s: float) -> list[Path]:
     removed = []
-    for path in run_dir.iterdir():
+    for path in run_dir.rglob("*"):
         if _is_abandoned(path, named, abandoned_after_s):
             path.unlink(missing_ok=True)
             removed.append(path)
@@ -170,7 +170,7 @@ def _remove_endpoint(run_dir: Path, record: Record, others: Sequence[Record]) ->
         return
     path = Path(text)
     try:
-        inside = os.path.samefile(path.parent, run_dir)
+        inside = Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(run_dir))
         if inside and stat.S_ISSOCK(path.lstat().st_mode) and not _listens(path):
             path.unlink()
     except OSError as error:

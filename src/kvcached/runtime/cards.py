@@ -12,6 +12,7 @@ from kvcached.card.record import CardIdentity, EntrySpec, Kind
 from kvcached.core.geometry import BlockGeometry, choose_geometry
 from kvcached.errors import DeviceError, PoolExhausted, SettingError
 from kvcached.ranks.api import Verdict
+from kvcached.runtime.endpoint import endpoint_path, prepare_run_dir
 from kvcached.runtime.facts import MapperFacts
 from kvcached.runtime.fence import FenceFactory, NothingInFlight
 from kvcached.runtime.mapper import Mapper
@@ -30,11 +31,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvcached.cards")
 _ZERO_BACKING: Final = {"never": ZeroBacking.NEVER, "used": ZeroBacking.USED, "all": ZeroBacking.ALL}
 _RETRY_S: Final = 0.05
-
-
-def pool_socket(run_dir: Path, instance: str) -> Path:
-    """Where the owner of `instance` answers `kvctl` and other pools."""
-    return run_dir / "pools" / f"{instance}.sock"
 
 
 def rank_socket(run_dir: Path, instance: str, rank: int) -> Path:
@@ -56,8 +52,9 @@ class OpenCard:
         """`name` is `host:N`, `cuda:N` or `hip:N`. Raises `DeviceError` (no such card), `SettingError`, `PeerError`."""
         backend, _, ordinal = name.partition(":")
         host = backend == "host"
-        for directory in (settings.run_dir, settings.host_dir) if host else (settings.run_dir,):
-            _make_private(directory, settings.run_group)
+        prepare_run_dir(settings.run_dir, settings.run_group)
+        for directory in (settings.run_dir / "ranks", *([settings.host_dir] if host else [])):
+            directory.mkdir(mode=0o700 if settings.run_group is None else 0o2770, parents=True, exist_ok=True)
         device = open_device(
             backend,
             int(ordinal),
@@ -83,6 +80,7 @@ class OpenCard:
             measure_free=lambda: device.memory()[0],
             group_mode=settings.run_group is not None,
         )
+        Card.sweep(settings.run_dir)  # what killed processes left: entries, sockets, half-made files
         return cls(settings, device, card, budget_bytes)
 
     def geometry(self, block_bytes: int, blocks: int, *, planes: int = 1, can_pad_stride: bool = True) -> BlockGeometry:
@@ -137,7 +135,7 @@ class OpenCard:
                 Kind.KV,
                 instance,
                 name,
-                endpoint=str(pool_socket(self.settings.run_dir, instance)),
+                endpoint=str(endpoint_path(self.settings.run_dir, instance)),
                 limit_bytes=limit_bytes(self.settings, self.budget_bytes),
                 floor_bytes=floor_bytes,
                 weight=self.settings.weight,
@@ -212,18 +210,10 @@ def limit_bytes(settings: Settings, budget_bytes: int) -> int:
     """The limit that a pool starts with. Raises `SettingError` above the budget."""
     asked_bytes = budget_bytes if settings.limit is None else settings.limit.of(budget_bytes)
     if asked_bytes > budget_bytes:
-        raise SettingError(
-            f"KVCACHED_LIMIT is {format_size(asked_bytes)}; allowed is at most KVCACHED_BUDGET, {format_size(budget_bytes)}"
-        )
+        raise SettingError(f"KVCACHED_LIMIT is {format_size(asked_bytes)}; allowed is at most KVCACHED_BUDGET, {format_size(budget_bytes)}")
     return asked_bytes
 
 
 def floor_bytes(settings: Settings, budget_bytes: int, longest_request_bytes: int) -> int:
     """The floor that a pool starts with: one longest request, at most 1/16 of the budget, unless it is set."""
     return min(longest_request_bytes, budget_bytes // 16) if settings.floor is None else settings.floor.of(budget_bytes)
-
-
-def _make_private(directory: Path, group: int | None) -> None:
-    mode = 0o700 if group is None else 0o2770
-    for path in (directory, directory / "pools", directory / "ranks"):
-        path.mkdir(mode=mode, parents=True, exist_ok=True)

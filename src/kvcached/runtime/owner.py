@@ -7,8 +7,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvcached.core.limits import Limits
-from kvcached.runtime.cards import floor_bytes, limit_bytes, pool_socket
+from kvcached.runtime.cards import floor_bytes, limit_bytes
 from kvcached.runtime.control import ControlServer
+from kvcached.runtime.endpoint import endpoint_path, prepare_run_dir
 from kvcached.runtime.keeper import Keeper, KeeperOptions
 from kvcached.runtime.operations import PoolOperations
 from kvcached.runtime.peers import Peers
@@ -45,6 +46,7 @@ class Owner:
         step_bytes = geometry.release_step_bytes
         longest_bytes = ceil_div(longest_request_blocks, geometry.max_blocks_per_page) * step_bytes
         floor = floor_bytes(settings, facts.budget_bytes, longest_bytes)
+        self._settings = settings
         self.facts = facts
         self.instance = instance
         self.pool = Pool(
@@ -70,7 +72,7 @@ class Owner:
             watch=self._keep_reachable,
         )
         self.operations = PoolOperations(self.pool, self.keeper, facts, instance=instance, name=name)
-        self.control = ControlServer(pool_socket(settings.run_dir, instance), self.operations, group=settings.run_group)
+        self.control = ControlServer(endpoint_path(settings.run_dir, instance), self.operations, group=settings.run_group)
 
     def start(self) -> None:
         """Answer control calls and keep the reserve. Raises `SettingError` when a live process has the same instance name."""
@@ -82,7 +84,7 @@ class Owner:
     def _keep_reachable(self) -> None:
         """The run directory may be deleted under a live engine."""
         if self.control is not None:
-            self.control.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            prepare_run_dir(self._settings.run_dir, self._settings.run_group)
             self.control.ensure_bound()
 
     def close(self) -> None:

@@ -34,24 +34,24 @@ class Peers:
         answer is passed over, and said so."""
         end_s = time.monotonic() + deadline_s
         given_bytes = 0
-        for entry, demand_bytes in self._asked(wanted_bytes):
+        for entry in self._givers(wanted_bytes):
             left_s = end_s - time.monotonic()
             if given_bytes >= wanted_bytes or left_s <= 0:
                 break
-            given_bytes += self._ask(entry, min(demand_bytes, wanted_bytes - given_bytes), max(_LEAST_TIMEOUT_S, left_s))
+            given_bytes += self._ask(entry, wanted_bytes - given_bytes, max(_LEAST_TIMEOUT_S, left_s))
         return given_bytes
 
-    def _asked(self, wanted_bytes: int) -> list[tuple[EntryView, int]]:
+    def _givers(self, wanted_bytes: int) -> list[EntryView]:
+        """Those that the record says can give, cheapest first, then the rest: what they published may be a moment old."""
         snapshot = self._snapshot()
         if snapshot is None:
             return []
-        by_slot = {entry.slot: entry for entry in snapshot.live}
+        by_slot = {entry.slot: entry for entry in snapshot.live if entry.kind is Kind.KV}
         records = [by_slot[slot].record if slot in by_slot else Record() for slot in range(max(by_slot, default=-1) + 1)]
-        mine = next((entry.slot for entry in snapshot.live if entry.instance == self._instance and entry.kind is Kind.KV), -1)
-        asked: dict[int, int] = {}
-        for demand in demands(records, mine, wanted_bytes, snapshot.budget_bytes):
-            asked[demand.slot] = asked.get(demand.slot, 0) + demand.bytes
-        return [(by_slot[slot], size_bytes) for slot, size_bytes in asked.items()]
+        mine = next((slot for slot, entry in by_slot.items() if entry.instance == self._instance), -1)
+        by_cost = [demand.slot for demand in demands(records, mine, wanted_bytes, snapshot.budget_bytes)]
+        above_floor = [slot for slot, record in enumerate(records) if slot != mine and record.lease_bytes > record.floor_bytes]
+        return [by_slot[slot] for slot in dict.fromkeys([*by_cost, *above_floor])]
 
     def _snapshot(self) -> CardSnapshot | None:
         cards = (card for card in Card.list_cards(self._run_dir) if card.identity.uuid == self._card_uuid)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process with one pool on a host card; obeys one JSON line at a time, so that tests can stop, kill and fork it."""
+
+import json
+import os
+import sys
+
+import kvcached
+from kvcached.errors import KVCachedError
+
+MIB = 1 << 20
+
+
+class Child:
+    def __init__(self, options):
+        self.card = kvcached.open_card("host:0", **options["card"])
+        self.pool = self.card.open_pool(options["name"], block_bytes=MIB, blocks=options["blocks"], **options.get("pool", {}))
+        self.ranges = []
+
+    def take(self, blocks):
+        self.ranges += self.pool.take(blocks)
+        return self.stats()
+
+    def give(self, keep_ranges=0):
+        gone, self.ranges = self.ranges[keep_ranges:], self.ranges[:keep_ranges]
+        self.pool.give(gone)
+        return self.stats()
+
+    def cache(self):
+        """Give everything as cached prefixes."""
+        ids = [block for first, count in self.ranges for block in range(first, first + count)]
+        self.ranges = []
+        self.pool._pool.give_cached(ids, -1, 1)
+        return self.stats()
+
+    def stats(self):
+        return self.pool.stats().model_dump()
+
+    def fork_and_use(self):
+        """A forked child must be told that the pool is not its own, and its end must not touch the parent's."""
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self.pool._owner.pool.shrink(1)
+                self.pool.stats()
+            except KVCachedError:
+                os._exit(7)
+            os._exit(0)
+        return {"child_exit": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), **self.stats()}
+
+
+def main():
+    child = Child(json.loads(sys.argv[1]))
+    print(json.dumps({"pid": os.getpid(), "instance": child.pool.instance}), flush=True)
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        if name == "close":
+            child.card.close()
+            print("{}", flush=True)
+            return
+        try:
+            answer = getattr(child, name)(*arguments)
+        except KVCachedError as error:
+            answer = {"error": type(error).__name__, "message": str(error)}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keeper, ticked by hand on a clock of our own: reserve, surplus, idle, limits."""
+
+import pytest
+
+from kvcached.core.geometry import BlockGeometry
+from kvcached.core.limits import Limits
+from kvcached.errors import StateUnknown
+from kvcached.ranks.api import Outcome, Verdict, finished
+from kvcached.runtime.keeper import Keeper, KeeperOptions
+from kvcached.runtime.pool import Pool, PoolOptions
+from kvcached.units import MIB
+
+PAGE = 2 * MIB
+GEOMETRY = BlockGeometry(PAGE // 4, PAGE // 4, PAGE, 64, 1, 256)
+
+
+class Port:
+    """Grants everything within `room_pages` and counts."""
+
+    def __init__(self):
+        self.mapped = 0
+        self.room_pages = 64
+        self.maps = 0
+        self.trims = 0
+        self.reports = []
+
+    def map(self, runs, *, urgent):
+        pages = sum(count for _, count in runs)
+        if self.mapped + pages > self.room_pages:
+            return finished(Outcome(Verdict.EXHAUSTED, size_bytes=0, reason="full"))
+        self.mapped += pages
+        self.maps += 1
+        return finished(Outcome(Verdict.DONE))
+
+    def unmap(self, runs):
+        pages = sum(count for _, count in runs)
+        self.mapped -= pages
+        return finished(Outcome(Verdict.DONE, size_bytes=pages * PAGE))
+
+    def trim(self):
+        self.trims += 1
+        return finished(Outcome(Verdict.DONE))
+
+    def report(self, report):
+        self.reports.append(report)
+
+    def close(self):
+        pass
+
+
+class World:
+    def __init__(self, limit_pages=64, **options):
+        self.now = 100.0
+        self.port = Port()
+        self.pool = Pool(GEOMETRY, self.port, Limits(limit_pages * PAGE), PoolOptions())
+        self.watched = 0
+        self.keeper = Keeper(self.pool, KeeperOptions(**options), clock=lambda: self.now, watch=self._watch)
+
+    def _watch(self):
+        self.watched += 1
+
+    def ticks(self, count=1, every_s=0.05):
+        for _ in range(count):
+            self.now += every_s
+            self.keeper.tick()
+
+
+def test_a_reserve_is_filled_while_the_engine_works_and_takes_then_map_nothing():
+    world = World(min_reserved_pages=4, max_reserved_pages=8)
+    held = world.pool.take(4)
+    world.ticks(3)
+    assert world.pool.counts().parked_pages >= 4
+    maps = world.port.maps
+    more = world.pool.take(12)
+    assert world.port.maps == maps
+    world.pool.give([*held, *more])
+
+
+def test_surplus_beyond_the_high_mark_goes_and_an_idle_pool_keeps_nothing():
+    world = World(min_reserved_pages=2, max_reserved_pages=4, idle_trim_s=1.0)
+    ranges = world.pool.take(80)
+    world.pool.give(ranges[1:])
+    world.ticks(3)
+    assert world.pool.counts().parked_pages <= 4
+    world.pool.give(ranges[:1])
+    world.ticks(60)
+    assert world.port.mapped == 0
+    assert world.port.trims == 1
+
+
+def test_a_low_reserve_wakes_the_keeper():
+    world = World(min_reserved_pages=4, max_reserved_pages=8)
+    world.pool.take(4)
+    world.ticks(2)
+    assert not world.keeper._wake.is_set()
+    world.pool.take(16)
+    assert world.keeper._wake.is_set()
+
+
+def test_a_full_card_is_not_asked_at_every_tick():
+    world = World(min_reserved_pages=4, max_reserved_pages=8)
+    world.pool.take(4)
+    world.port.room_pages = 1
+    asked = []
+    grow = world.pool.grow_reserve
+    world.pool.grow_reserve = lambda pages: asked.append(pages) or grow(pages)
+    world.ticks(20)
+    assert len(asked) == 4  # 20 ticks of 50 ms, one question each 250 ms
+
+
+def test_a_lower_limit_takes_parked_pages_then_cached_blocks_never_owned_ones():
+    world = World(limit_pages=64, min_reserved_pages=0, max_reserved_pages=64)
+    evicted = []
+    world.pool.on_evict = evicted.extend
+    owned = world.pool.take(40)
+    cached = [block for first, count in world.pool.take(40) for block in range(first, first + count)]
+    world.pool.give_cached(cached, -1, last_use=1)
+    world.pool.set_limits(Limits(12 * PAGE, revision=1))
+    world.ticks()
+    assert len(evicted) == 32
+    assert world.port.mapped == 12
+    world.pool.set_limits(Limits(2 * PAGE, revision=2))
+    world.ticks()
+    assert world.port.mapped == 10
+    assert world.pool.overage_pages() == 8
+    world.pool.give(owned)
+    world.ticks()
+    assert world.port.mapped == 2
+
+
+def test_reports_come_at_a_pace_and_the_watch_with_them():
+    world = World()
+    world.ticks(16, every_s=0.125)
+    assert len(world.port.reports) == world.watched == 8  # every 0.25 s
+
+
+def test_a_failure_in_the_thread_reaches_the_next_caller():
+    world = World(min_reserved_pages=1, max_reserved_pages=1, tick_s=0.001, idle_tick_s=0.001)
+    world.keeper.tick = lambda: (_ for _ in ()).throw(StateUnknown("lost"))
+    world.keeper.start()
+    world.keeper._thread.join(10)
+    assert not world.keeper._thread.is_alive()
+    world.pool.fail("lost")
+    with pytest.raises(StateUnknown):
+        world.pool.take(1)
+    world.keeper.stop()
