@@ -28,7 +28,7 @@ FIRST_VLLM: Final = (0, 24)
 LAST_VLLM: Final = (0, 33)
 _PLUGIN_GROUPS: Final = ("vllm.platform_plugins", "vllm.general_plugins")
 _LEAST_SHARED_BYTES: Final = 16 * MIB
-_LONGEST_INSTANCE: Final = "x" * 40
+_LIKELY_INSTANCE: Final = "an-engine-of-usual-name"
 
 
 class Verdict(Enum):
@@ -152,7 +152,7 @@ def check_run_dir(settings: Settings) -> Row:
     """Every process of the card must see the same directory, and nobody else may write there."""
     run_dir = settings.run_dir
     try:
-        endpoint_path(run_dir, _LONGEST_INSTANCE)
+        endpoint_path(run_dir, settings.instance_name or _LIKELY_INSTANCE)
         found = run_dir.stat()
     except SettingError as error:
         return Row("run directory", Verdict.PROBLEM, str(error), "a directory such as /dev/shm/kvcached is short enough")
