@@ -58,7 +58,6 @@ def decode_attention(
     v,  # one layer's values, same strides
     out,  # as q
     tables,  # [sequences, table_stride] block ids, int32
-    context,  # tokens of every sequence
     scale_log2,  # softmax scale x log2(e)
     block_stride,
     token_stride,
@@ -67,6 +66,7 @@ def decode_attention(
     GROUP: tl.constexpr,  # query heads per KV head
     GROUP_PADDED: tl.constexpr,  # tl.dot wants 16 rows
     HEAD_SIZE: tl.constexpr,
+    CONTEXT: tl.constexpr,  # tokens of every sequence
     BLOCK_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -82,9 +82,9 @@ def decode_attention(
     highest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PADDED], tl.float32)
     result = tl.zeros([GROUP_PADDED, HEAD_SIZE], tl.float32)
-    for start in range(0, context, TILE):
+    for start in range(0, CONTEXT, TILE):
         tokens = start + tl.arange(0, TILE)
-        inside = tokens < context
+        inside = tokens < CONTEXT
         blocks = tl.load(tables + sequence * table_stride + tokens // BLOCK_TOKENS, mask=inside, other=0).to(tl.int64)
         rows = blocks * block_stride + (tokens % BLOCK_TOKENS) * token_stride + kv_head * head_stride
         offsets = rows[:, None] + dims[None, :]
@@ -217,10 +217,10 @@ class Cell:
         shape = self.shape
         keys, values = self.tensors[layer]
         decode_attention[(shape.sequences, shape.kv_heads)](
-            self.q, keys, values, self.out, self.tables, shape.context, self.scale * 1.4426950408889634,
+            self.q, keys, values, self.out, self.tables, self.scale * 1.4426950408889634,
             keys.stride(0), keys.stride(1), keys.stride(2), self.tables.stride(0),
             GROUP=shape.group, GROUP_PADDED=max(16, triton.next_power_of_2(shape.group)), HEAD_SIZE=shape.head_size,
-            BLOCK_TOKENS=shape.block_tokens, TILE=64, num_warps=4, num_stages=3,
+            CONTEXT=shape.context, BLOCK_TOKENS=shape.block_tokens, TILE=64, num_warps=4, num_stages=3,
         )  # fmt: skip
 
     def run(self) -> None:
