@@ -6,7 +6,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, NoReturn
 
-from kvcached.core.pages import QUARANTINED, USED, PageTable
+from kvcached.core.pages import QUARANTINED, ROWS, USED, PageTable
 from kvcached.errors import Misuse
 
 if TYPE_CHECKING:
@@ -65,82 +65,161 @@ def require(table: PageTable, pieces: dict[int, int], sets: list[int], wanted: s
             _refuse(table, page, wrong, f"not {wanted}; it cannot be {verb}")
 
 
+def own(table: PageTable, page: int, blocks: int) -> None:
+    """Free blocks of a mapped page become owned."""
+    if table.states[page] != USED:
+        table.occupy(page)
+    table.frees[page] ^= blocks
+    table.owned[page] |= blocks
+    table.counts[page] -= blocks.bit_count()
+    table.available -= blocks.bit_count()
+
+
+def take_from(table: PageTable, page: int, blocks: int, ranges: list[BlockRange]) -> int:
+    """Open a page and own its lowest free blocks, up to `blocks`. Returns how many."""
+    holes, start = table.frees[page], table.starts[page]
+    blocks = rest = min(blocks, table.counts[page])
+    while rest:
+        low = holes & -holes
+        stretch = holes & ~(holes + low)
+        shift = low.bit_length() - 1
+        length = min(rest, stretch.bit_length() - shift)
+        holes ^= ((1 << length) - 1) << shift
+        _append(ranges, start + shift, length)
+        rest -= length
+    table.open(page)
+    own(table, page, table.frees[page] ^ holes)
+    return blocks
+
+
+def take_whole(table: PageTable, pages: int, ranges: list[BlockRange]) -> int:
+    """Own all blocks of up to `pages` empty pages, parked ones first, in as long stretches as there are. Returns the blocks owned."""
+    bpp, taken = table.bpp, 0
+    full = (1 << bpp) - 1
+    while taken < pages and (first := table.empty_page()) < table.whole_pages:
+        stretch = _stretch(table, first, min(pages - taken, table.whole_pages - first))
+        table.occupy(first, stretch)
+        if stretch == 1:
+            table.owned[first] = full
+            table.frees[first] = table.counts[first] = 0
+        else:
+            end = first + stretch
+            table.owned[first:end] = [full] * stretch
+            table.frees[first:end] = table.counts[first:end] = [0] * stretch
+        _append(ranges, first * bpp, stretch * bpp)
+        taken += stretch
+    table.available -= taken * bpp
+    return taken * bpp
+
+
+def _stretch(table: PageTable, first: int, pages: int) -> int:
+    """How many of `pages` pages from `first` on are in the state of the first one before another state comes."""
+    states = table.states
+    state = states[first]
+    if pages == 1 or states.startswith(ROWS[state] * pages, first):
+        return pages
+    window = states[first : first + pages]
+    return len(window) - len(window.lstrip(window[:1]))
+
+
+def _append(ranges: list[BlockRange], first: int, blocks: int) -> None:
+    """Add a range, joined to the last one when it follows it."""
+    if ranges and ranges[-1][0] + ranges[-1][1] == first:
+        first, blocks = ranges[-1][0], ranges.pop()[1] + blocks
+    ranges.append((first, blocks))
+
+
 def disown(table: PageTable, ranges: Iterable[BlockRange]) -> list[Piece]:
-    """Take the blocks out of the sets of owned ones; the caller frees each piece.
+    """Take the blocks out of the sets of owned ones; the caller frees each piece. Ranges that follow each other on a page are one piece.
 
     Raises `Misuse` for a block that is not owned or is named twice; then nothing has changed.
     """
+    owned, bpp, regular_blocks = table.owned, table.bpp, table.regular_blocks
     done: list[Piece] = []
+    last, last_blocks = table.none, 0
     try:
-        for first, blocks in ranges:
-            _disown_range(table, first, blocks, done)
+        for first, number in ranges:
+            if 0 <= first < regular_blocks:
+                page = first // bpp
+                shift = first - page * bpp
+                blocks = ((1 << number) - 1) << shift if 0 < number <= bpp - shift else 0
+                if blocks and owned[page] & blocks == blocks:
+                    owned[page] ^= blocks
+                    if page == last:
+                        last_blocks |= blocks
+                        continue
+                    if last_blocks:
+                        done.append((last, last_blocks, 1))
+                    last, last_blocks = page, blocks
+                    continue
+            _disown_range(table, first, number, done)
     except Misuse:
+        owned[last] |= last_blocks
         for page, blocks, pages in done:
             for each in range(page, page + pages):
-                table.owned[each] |= blocks
+                owned[each] |= blocks
         raise
+    if last_blocks:
+        done.append((last, last_blocks, 1))
     return done
 
 
 def _disown_range(table: PageTable, first: int, blocks: int, done: list[Piece]) -> None:
+    """Any range, page by page and whole pages at once."""
     bpp = table.bpp
     if blocks < 1:
         raise Misuse(f"({first}, {blocks}) is not a range of blocks")
     _require_id(table, first)
     _require_id(table, first + blocks - 1)
+    owned = table.owned
     while blocks:
-        page, pages = table.page_of(first), 1
+        page = first // bpp if bpp else table.page_of(first)
         shift = first - table.starts[page]
+        if shift == 0 and blocks >= 2 * bpp > 0:
+            pages, full = blocks // bpp, (1 << bpp) - 1
+            if owned[page : page + pages] == [full] * pages:
+                owned[page : page + pages] = [0] * pages
+                done.append((page, full, pages))
+                first += bpp * pages
+                blocks -= bpp * pages
+                continue
         part = min(blocks, table.caps[page] - shift)
         if page < 0 or part < 1:
             raise Misuse(f"block {first} is absent, not owned; it cannot be given")
-        if part == bpp:
-            pages = blocks // bpp
-        piece = (page, ((1 << part) - 1) << shift, pages)
-        _disown_piece(table, *piece)
-        done.append(piece)
-        first += part * pages
-        blocks -= part * pages
+        piece = ((1 << part) - 1) << shift
+        if wrong := piece & ~owned[page]:
+            _refuse(table, page, wrong, "not owned, or it is named twice; it cannot be given")
+        owned[page] ^= piece
+        done.append((page, piece, 1))
+        first += part
+        blocks -= part
 
 
-def _disown_piece(table: PageTable, page: int, blocks: int, pages: int) -> None:
-    owned = table.owned
-    if pages > 1 and owned[page : page + pages] == [blocks] * pages:
-        owned[page : page + pages] = [0] * pages
-        return
-    for each in range(page, page + pages):
-        if wrong := blocks & ~owned[each]:
-            for former in range(page, each):
-                owned[former] |= blocks
-            _refuse(table, each, wrong, "not owned, or it is named twice; it cannot be given")
-        owned[each] ^= blocks
-
-
-def free(table: PageTable, page: int, blocks: int, marker: int) -> None:
-    """Blocks of one page that are neither owned nor cached any longer become free; read by work in flight up to step `marker`."""
+def free(table: PageTable, page: int, blocks: int, number: int, marker: int) -> None:
+    """Blocks of one page (`number` of them), neither owned nor cached any longer, become free; work up to `marker` may read them."""
     if marker > table.markers[page]:
         table.markers[page] = marker
-        table.largest_marker = max(marker, table.largest_marker)
-    gained = blocks.bit_count()
+        if marker > table.largest_marker:
+            table.largest_marker = marker
     if table.states[page] == QUARANTINED:
-        table.lost_owned_blocks -= gained
+        table.lost_owned_blocks -= number
         return
     table.frees[page] |= blocks
-    table.available += gained
-    free_count = table.counts[page] = table.counts[page] + gained
-    if free_count == table.caps[page]:
+    table.available += number
+    count = table.counts[page] = table.counts[page] + number
+    if count == table.caps[page]:
         table.vacate(page, 1, table.markers[page])
-    elif page != table.open_page:
-        table.index(page, free_count)
+    elif page != table.open_page and not table.indexed[page] >> count & 1:
+        table.index(page, count)
 
 
 def free_whole(table: PageTable, first: int, pages: int, marker: int) -> None:
     """All blocks of several adjacent pages become free."""
     end, bpp = first + pages, table.bpp
     full = (1 << bpp) - 1
-    if marker < table.largest_marker or table.states[first:end] != bytes((USED,)) * pages:
+    if marker < table.largest_marker or table.lost:
         for page in range(first, end):
-            free(table, page, full, marker)
+            free(table, page, full, bpp, marker)
         return
     table.largest_marker = marker
     table.markers[first:end] = [marker] * pages

@@ -107,7 +107,6 @@ def _check_runs(table: PageTable) -> None:
 def _check_index(table: PageTable) -> None:
     none = table.none
     _demand(table.counts[none] == table.frees[none] == table.owned[none] == table.cached[none] == 0, "a block is on no page")
-    _demand(table.open_page == none or table.states[table.open_page] == USED, f"page {table.open_page} is open but not used")
     for count, heap in enumerate(table.buckets):
         _demand(bool(heap) == bool(table.nonempty >> count & 1), f"the mark of bucket {count} is wrong")
         _demand(len(set(heap)) == len(heap), f"a page is twice in bucket {count}")

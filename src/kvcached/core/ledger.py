@@ -9,9 +9,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcached.core.blocks import BlockRange, BlockState, disown, free, free_whole, pieces_of_ids, require, state_of
+from kvcached.core.blocks import (
+    BlockRange,
+    BlockState,
+    disown,
+    free,
+    free_whole,
+    own,
+    pieces_of_ids,
+    require,
+    state_of,
+    take_from,
+    take_whole,
+)
 from kvcached.core.limits import LimitChange, LimitOutcome
-from kvcached.core.pages import MAPPING, PARKED, QUARANTINED, RETIRED, UNMAPPING, USED, VOID, PageState, PageTable
+from kvcached.core.pages import MAPPING, QUARANTINED, UNMAPPING, USED, VOID, PageState, PageTable
 from kvcached.core.plans import GrowPlan, Planner, ShrinkPlan
 from kvcached.core.report import PageReport, PoolCounts, count, page_reports
 from kvcached.core.victims import CacheIndex
@@ -55,8 +67,6 @@ class Ledger:
         blocks of one request stay together, and holes are filled before an empty page is begun.
         """
         table = self._table
-        if blocks > table.available:
-            return None
         page = table.open_page
         spare = table.counts[page] - blocks
         if spare >= 0 < blocks and not (table.nonempty >> blocks) & ((1 << spare) - 1):
@@ -64,11 +74,15 @@ class Ledger:
             low = holes & -holes
             taken = low if blocks == 1 else low * ((1 << blocks) - 1)
             if holes & taken == taken:
+                if table.states[page] != USED:
+                    table.occupy(page)
                 table.frees[page] = holes ^ taken
                 table.owned[page] |= taken
                 table.counts[page] = spare
                 table.available -= blocks
                 return [(table.starts[page] + low.bit_length() - 1, blocks)]
+        if blocks > table.available:
+            return None
         if blocks < 0:
             raise Misuse(f"{blocks} blocks cannot be taken")
         return self._take_scattered(blocks)
@@ -77,59 +91,16 @@ class Ledger:
         """Page by page. There are enough."""
         table = self._table
         ranges: list[BlockRange] = []
-        rest = blocks
-        while rest:
-            page = table.best_fit(rest) if rest < table.page_limit else table.none
-            if page == table.none and (table.parked or table.retired):
-                page = table.lowest(PARKED if table.parked else RETIRED)
-                if rest >= table.bpp > 0 and page < table.whole_pages:
-                    rest -= self._take_whole(page, rest // table.bpp, ranges)
-                    continue
-                table.occupy(page)
-            elif page == table.none:
+        if 0 < table.bpp <= blocks:
+            blocks -= take_whole(table, blocks // table.bpp, ranges)
+        while blocks:
+            page = table.best_fit(blocks)
+            if page == table.none:
+                page = table.empty_page()
+            if page == table.none:
                 page = table.roomiest()
-            table.open(page)
-            rest -= self._take_from(page, min(rest, table.counts[page]), ranges)
+            blocks -= take_from(table, page, blocks, ranges)
         return ranges
-
-    def _take_whole(self, first: int, pages: int, ranges: list[BlockRange]) -> int:
-        """Up to `pages` adjacent empty pages in the state of the first one, all of their blocks. Returns the blocks taken."""
-        table = self._table
-        bpp = table.bpp
-        full = (1 << bpp) - 1
-        end = first + 1
-        if pages > 1:
-            window = table.states[first : min(first + pages, table.whole_pages)]
-            end = first + len(window) - len(window.lstrip(window[:1]))
-            pages = end - first
-        table.occupy(first, pages)
-        if pages == 1:
-            table.owned[first] = full
-            table.frees[first] = table.counts[first] = 0
-        else:
-            table.owned[first:end] = [full] * pages
-            table.frees[first:end] = table.counts[first:end] = [0] * pages
-        table.available -= pages * bpp
-        _append(ranges, first * bpp, pages * bpp)
-        return pages * bpp
-
-    def _take_from(self, page: int, blocks: int, ranges: list[BlockRange]) -> int:
-        """The lowest free blocks of a used page."""
-        table = self._table
-        holes, start, rest = table.frees[page], table.starts[page], blocks
-        while rest:
-            low = holes & -holes
-            stretch = holes & ~(holes + low)
-            shift = low.bit_length() - 1
-            length = min(rest, stretch.bit_length() - shift)
-            holes ^= ((1 << length) - 1) << shift
-            _append(ranges, start + shift, length)
-            rest -= length
-        table.owned[page] |= table.frees[page] ^ holes
-        table.frees[page] = holes
-        table.counts[page] -= blocks
-        table.available -= blocks
-        return blocks
 
     def take_ids(self, ids: Sequence[int]) -> bool:
         """Exactly these free blocks become owned; False, and nothing changed, when one is not free on a mapped page."""
@@ -138,12 +109,7 @@ class Ledger:
         if any(table.frees[page] & blocks != blocks for page, blocks in pieces.items()):
             return False
         for page, blocks in pieces.items():
-            if table.states[page] != USED:
-                table.occupy(page)
-            table.frees[page] ^= blocks
-            table.owned[page] |= blocks
-            table.counts[page] -= blocks.bit_count()
-            table.available -= blocks.bit_count()
+            own(table, page, blocks)
             if page != table.open_page:
                 table.index(page, table.counts[page])
         return True
@@ -156,9 +122,21 @@ class Ledger:
         Raises `Misuse`, naming the block, when one is not owned or is named twice; then nothing has changed.
         """
         table = self._table
-        for page, blocks, pages in disown(table, ranges):
+        if type(ranges) is list and len(ranges) == 1:
+            first, blocks = ranges[0]
+            if 0 <= first < table.regular_blocks:
+                page = first // table.bpp
+                shift = first - table.starts[page]
+                owned = table.owned[page]
+                if 0 < blocks <= table.bpp - shift:
+                    given = 1 << shift if blocks == 1 else ((1 << blocks) - 1) << shift
+                    if owned & given == given and table.states[page] == USED:
+                        table.owned[page] = owned ^ given
+                        free(table, page, given, blocks, marker)
+                        return
+        for page, given, pages in disown(table, ranges):
             if pages == 1:
-                free(table, page, blocks, marker)
+                free(table, page, given, given.bit_count(), marker)
             else:
                 free_whole(table, page, pages, marker)
 
@@ -195,7 +173,7 @@ class Ledger:
     def evict(self, ids: Sequence[int]) -> None:
         """Cached blocks become free."""
         for page, blocks in self._uncache(ids, "evicted").items():
-            free(self._table, page, blocks, self._table.markers[page])
+            free(self._table, page, blocks, blocks.bit_count(), self._table.markers[page])
 
     def _uncache(self, ids: Sequence[int], verb: str) -> dict[int, int]:
         table = self._table
@@ -319,13 +297,6 @@ class Ledger:
     def pages(self) -> Iterator[PageReport]:
         """Every page that is held, ascending."""
         return page_reports(self._table)
-
-
-def _append(ranges: list[BlockRange], first: int, blocks: int) -> None:
-    """Add a range, joined to the last one when it follows it."""
-    if ranges and ranges[-1][0] + ranges[-1][1] == first:
-        first, blocks = ranges[-1][0], ranges.pop()[1] + blocks
-    ranges.append((first, blocks))
 
 
 __all__ = ["BlockRange", "BlockState", "GrowPlan", "Ledger", "PageReport", "PageState", "PoolCounts", "ShrinkPlan"]

@@ -5,8 +5,8 @@ Parallel arrays, because a warm take or give touches two or three numbers of one
 blocks on a page are integers (bit i = the page's i-th block). Each array has one entry more than there are pages: the entry
 `none` stands for "no page", so that the hot path needs no test for it.
 
-One used page is *open*: takes go to it while nothing fits better. Its free count may differ from the index, which holds it again
-only when another page is opened; so a run of takes from one page costs no index operation.
+One page is *open*: takes go to it while nothing fits better. Its free count may differ from the index, which holds it again only when
+another page is opened; so takes from one page cost no index operation, nor do takes and gives that begin and empty it in turn.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ UNMAPPING: Final = int(PageState.UNMAPPING)
 QUARANTINED: Final = int(PageState.QUARANTINED)
 VOID: Final = int(PageState.VOID)
 
+ROWS: Final = tuple(bytes((state,)) for state in PageState)
+"""One page in each state; times n, a row of n pages."""
+
 NO_MARKER: Final = -1
 """The marker of a page that no give has named: every completed marker is at least this."""
 
@@ -76,6 +79,8 @@ class PageTable:
         "page_limit",
         "parked",
         "pinned",
+        "queued",
+        "regular_blocks",
         "retired",
         "retirement",
         "run_count",
@@ -96,6 +101,7 @@ class PageTable:
         self.none = pages
         self.page_limit = geometry.max_blocks_per_page  # no page has more blocks
         self.bpp = self.page_limit if regular else 0  # blocks per page, 0 when it differs from page to page
+        self.regular_blocks = geometry.num_blocks if regular else 0  # ids below this one lie on page id // bpp
         self.whole_pages = min(pages, geometry.num_blocks // self.bpp) if regular else 0  # pages below this one have exactly bpp blocks
         self.states = bytearray(slots)
         self.states[pages] = VOID
@@ -121,8 +127,9 @@ class PageTable:
         self.completed = NO_MARKER
         self.largest_marker = NO_MARKER
         self.retirement = RetirementQueue()
+        self.queued: list[tuple[int, int] | None] = [None] * slots  # (marker, pages) of the newest entry there that begins with the page
         self.lows = [0] * (VOID + 1)  # no page below lows[state] is in that state
-        self.open_page = pages
+        self.open_page = pages  # or `none`
         self.buckets: list[list[int]] = [[] for _ in range(self.page_limit)]  # free count -> heap of pages, some outdated
         self.indexed = [0] * slots  # bit c: the page has an entry in buckets[c]
         self.nonempty = 0  # bit c: buckets[c] has entries
@@ -187,43 +194,51 @@ class PageTable:
         former = self.open_page
         if former != page:
             self.open_page = page
-            self.index(former, self.counts[former])
+            if self.states[former] == USED:
+                self.index(former, self.counts[former])
+
+    def empty_page(self) -> int:
+        """The lowest parked page, else the lowest retired one, else `none`."""
+        if self.parked:
+            return self.lowest(PARKED)
+        return self.lowest(RETIRED) if self.retired else self.none
 
     def lowest(self, state: int) -> int:
-        """The lowest page in `state`, or -1. The search starts where the last one ended, unless a lower page came since."""
-        page = self.states.find(state, self.lows[state])
-        self.lows[state] = page if page >= 0 else self.none
+        """The lowest page in `state`; there is one. The search starts where the last one ended, unless a lower page came since."""
+        page = self.lows[state] = self.states.find(state, self.lows[state])
         return page
 
     # ------------------------------------------------------------------ states
 
     def occupy(self, first: int, pages: int = 1) -> None:
         """Empty mapped pages, all in the same state, become used."""
-        if self.states[first] == PARKED:
+        states = self.states
+        if states[first] == PARKED:
             self.parked -= pages
             if self.run_parked:
                 self._count_parked(first, pages, -1)
         else:
             self.retired -= pages
         if pages == 1:
-            self.states[first] = USED
+            states[first] = USED
         else:
-            self.states[first : first + pages] = bytes((USED,)) * pages
+            states[first : first + pages] = ROWS[USED] * pages
 
     def vacate(self, first: int, pages: int, marker: int) -> None:
         """Used pages, all with this marker, have no blocks left: they retire, or are parked at once when nothing is in flight."""
-        state = PARKED
-        if marker > self.completed:
-            state = RETIRED
-            self.retired += pages
-            self.retirement.push(marker, first, pages)
-        if first <= self.open_page < first + pages:
-            self.open_page = self.none
-        if state == PARKED:
+        if marker <= self.completed:
             self._park(first, pages)
+            return
+        self.retired += pages
+        if pages > 1:
+            self.states[first : first + pages] = ROWS[RETIRED] * pages
         else:
-            self.states[first : first + pages] = bytes((RETIRED,)) * pages
-            self.lows[RETIRED] = min(first, self.lows[RETIRED])
+            self.states[first] = RETIRED
+        if first < self.lows[RETIRED]:
+            self.lows[RETIRED] = first
+        if self.queued[first] != (marker, pages):
+            self.queued[first] = (marker, pages)
+            self.retirement.push(marker, first, pages)
 
     def advance(self, completed: int) -> int:
         """Retired pages whose marker is complete are parked. Returns how many. A marker below the last one changes nothing."""
@@ -239,9 +254,13 @@ class PageTable:
         return self.parked - before
 
     def _park(self, first: int, pages: int) -> None:
-        self.states[first : first + pages] = bytes((PARKED,)) * pages
+        if pages > 1:
+            self.states[first : first + pages] = ROWS[PARKED] * pages
+        else:
+            self.states[first] = PARKED
         self.parked += pages
-        self.lows[PARKED] = min(first, self.lows[PARKED])
+        if first < self.lows[PARKED]:
+            self.lows[PARKED] = first
         if self.run_parked:
             self._count_parked(first, pages, 1)
 
@@ -271,7 +290,7 @@ class PageTable:
 
     def begin_map(self, first: int, pages: int) -> None:
         """Unmapped pages become one run that is being mapped."""
-        self.states[first : first + pages] = bytes((MAPPING,)) * pages
+        self.states[first : first + pages] = ROWS[MAPPING] * pages
         self.run_first[first : first + pages] = [first] * pages
         self.run_count[first] = pages
         if pages > 1:
@@ -288,7 +307,7 @@ class PageTable:
         self.available -= blocks
         self.mapped_blocks -= blocks
         self.frees[first : first + pages] = self.counts[first : first + pages] = [0] * pages
-        self.states[first : first + pages] = bytes((UNMAPPING,)) * pages
+        self.states[first : first + pages] = ROWS[UNMAPPING] * pages
         self.unmapping += pages
 
     def finish_mapped(self, first: int, pages: int) -> None:
@@ -304,7 +323,7 @@ class PageTable:
     def finish_unmapped(self, first: int, pages: int) -> None:
         """Pages that were being unmapped are, or pages that were being mapped are not."""
         self._leave_plan(first, pages)
-        self.states[first : first + pages] = bytes((UNMAPPED,)) * pages
+        self.states[first : first + pages] = ROWS[UNMAPPED] * pages
         self.lows[UNMAPPED] = min(first, self.lows[UNMAPPED])
         self.markers[first : first + pages] = [NO_MARKER] * pages
         self.held -= pages
@@ -347,5 +366,3 @@ class PageTable:
         self.mapped_blocks -= self.caps[page]
         self.lost_owned_blocks += self.owned[page].bit_count()
         self.counts[page] = self.frees[page] = 0
-        if page == self.open_page:
-            self.open_page = self.none

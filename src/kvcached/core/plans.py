@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcached.core.pages import PARKED, UNMAPPED, PageTable
+from kvcached.core.pages import PARKED, ROWS, UNMAPPED, PageTable
 from kvcached.errors import InvariantBroken
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ class Planner:
     def _pick_unmapped(self, wanted: int, max_run_pages: int) -> Iterator[PageRun]:
         """Lowest pages first. Runs are powers of two at a multiple of their size: few handle classes, and gaps fit again later."""
         table = self._table
-        while wanted > 0 and (page := table.lowest(UNMAPPED)) >= 0:
+        while wanted > 0 and (page := table.states.find(UNMAPPED, table.lows[UNMAPPED])) >= 0:
+            table.lows[UNMAPPED] = page
             if not self._all_unmapped(page, 1):
                 continue
             size = 1 << (max(1, min(wanted, max_run_pages)).bit_length() - 1)
@@ -90,7 +91,7 @@ class Planner:
 
     def _all_unmapped(self, first: int, pages: int) -> bool:
         table = self._table
-        free = table.states[first : first + pages] == bytes((UNMAPPED,)) * pages
+        free = table.states[first : first + pages] == ROWS[UNMAPPED] * pages
         return free and (table.bpp > 0 or all([table.learn(page) for page in range(first, first + pages)]))
 
     def _unplan(self, first: int, pages: int) -> None:
