@@ -7,13 +7,17 @@ import os
 import shutil
 import socket
 import stat
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvcached.card import NO_LIMIT_BYTES, Card, CardIdentity, Entry, EntrySpec, Kind, Refusal, Usage
 from kvcached.card.record import HEADER_BYTES, SLOT_BYTES, SLOTS, Record, encode_slot
 from kvcached.errors import Misuse, PeerLost, PeerRefused, PeerTimeout, SettingError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 IDENTITY = CardIdentity("GPU-8c1f", "a card", 1000)
 
@@ -122,13 +126,14 @@ def test_weights_that_are_loaded_already_are_counted_whatever_they_are(card: Car
 
 def test_the_first_opener_sets_the_budget(run_dir: Path, clock: Clock, card: Card) -> None:
     entry = card.register(spec())
-    with pytest.raises(SettingError, match="200 B was asked for.* budget of 100 B"):
+    with pytest.raises(SettingError, match=r"200 B was asked for.* budget of 100 B"):
         open_card(run_dir, clock, budget=200)
     assert open_card(run_dir, clock, budget=0).snapshot().budget_bytes == 100
     entry.close()
     assert open_card(run_dir, clock, budget=200).snapshot().budget_bytes == 200
+    open_card(run_dir, clock, budget=200).register(spec("b"))
     with pytest.raises(SettingError, match="100 B was asked for"):
-        open_card(run_dir, clock, budget=200).register(spec("b")) and card.register(spec())
+        card.register(spec())
 
 
 def test_without_a_budget_the_first_opener_takes_the_whole_card(run_dir: Path, clock: Clock) -> None:
@@ -193,6 +198,21 @@ def test_a_new_file_grants_floors_only_for_a_while(run_dir: Path, clock: Clock) 
     clock.now_s += 2.1
     assert granted(entry, 90)
     assert not card.snapshot().settling
+
+
+def test_a_new_file_grants_more_when_the_device_is_measured_to_be_unused(run_dir: Path, clock: Clock) -> None:
+    used = 0
+    card = Card.open(run_dir, IDENTITY, budget_bytes=100, clock=clock, measure_free=lambda: 1000 - used)
+    a, b = card.register(spec("a")), card.register(spec("b", floor_bytes=5))
+    assert granted(a, 70)
+    used = 25
+    refused = a.lease(6, owned=True)
+    assert (refused.grantable_bytes, refused.refusal) == (5, Refusal.SETTLING)
+    assert granted(b, 5)
+    used = 200
+    assert a.lease(1, owned=True).refusal is Refusal.SETTLING
+    clock.now_s += 2.1
+    assert granted(a, 25)
 
 
 def test_one_who_waits_goes_first_until_it_stops_asking(card: Card, clock: Clock) -> None:
@@ -291,8 +311,7 @@ def test_limits_change_live_and_a_raised_floor_must_fit(card: Card) -> None:
         b.set_limits(limit_bytes=10)
     b.set_limits(floor_bytes=0, limit_bytes=NO_LIMIT_BYTES)
     a.set_limits(floor_bytes=90)
-    with a._segment.file.ledger(0) as held, pytest.raises(PeerTimeout):
-        assert held
+    with a._segment.file.ledger(0), pytest.raises(PeerTimeout):
         b.set_limits(floor_bytes=5, deadline_s=0.01)
 
 
@@ -458,3 +477,37 @@ def test_a_card_whose_file_the_janitor_removed_is_made_again_by_the_next_registr
     Card.sweep(run_dir, remove_idle=True)
     assert list(run_dir.iterdir()) == []
     assert granted(card.register(spec()), 100)
+
+
+def test_files_that_nobody_uses_are_closed_and_locked_ones_are_not(run_dir: Path, clock: Clock) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    entry = open_card(run_dir, clock).register(spec())
+    before = descriptors()
+    for _ in range(20):
+        shutil.rmtree(run_dir)
+        assert Card.list_cards(run_dir) == []
+        assert entry.heartbeat()
+        assert len(Card.list_cards(run_dir)[0].live) == 1
+    assert descriptors() == before
+    del entry
+    assert len(Card.list_cards(run_dir)[0].live) == 1, "a lock that nobody gave back stays"
+    assert descriptors() == before
+
+
+def test_threads_of_one_process_exclude_each_other(card: Card) -> None:
+    entries = [card.register(spec(f"i{index}")) for index in range(3)]
+    seen: list[int] = []
+
+    def work(entry: Entry) -> None:
+        for _ in range(150):
+            if entry.lease(40, owned=True, deadline_s=5.0).granted:
+                snapshot = card.snapshot()
+                seen.append(snapshot.leased_bytes if snapshot.consistent else 0)
+                entry.unlease(40)
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(work, entries * 2))
+    assert max(seen) <= 100
+    assert [entry.lease_bytes for entry in entries] == [0, 0, 0]
