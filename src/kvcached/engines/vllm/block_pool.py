@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's block pool over an elastic one: vLLM keeps hashes, reference counts and its queue; which ids are handed out is ours.
+
+The finished instance gets this class, so that everyone who holds it keeps it. A block that is in vLLM's queue of free blocks is free
+or cached for the pool, every other one is owned.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.block_pool import BlockPool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from kvcached.engines.vllm.steps import Steps
+    from kvcached.runtime.pool import Pool
+
+
+def ranges_of(ids: Iterable[int]) -> list[tuple[int, int]]:
+    """Distinct ids as ascending (first, count)."""
+    runs: Iterator[Any] = (list(run) for _, run in groupby(enumerate(sorted(ids)), lambda pair: pair[1] - pair[0]))
+    return [(run[0][1], len(run)) for run in runs]
+
+
+class ElasticBlockPool(BlockPool):
+    """Made by `adopt`, never by a constructor."""
+
+    kvcached_pool: Pool
+    kvcached_steps: Steps
+    kvcached_counts_logically: bool
+
+    @classmethod
+    def adopt(cls, block_pool: Any, pool: Pool, steps: Steps) -> ElasticBlockPool:
+        """Turn a finished, unused block pool into an elastic one. Its null block is owned for ever."""
+        block_pool.__class__ = cls
+        elastic: ElasticBlockPool = block_pool
+        elastic.kvcached_pool = pool
+        elastic.kvcached_steps = steps
+        elastic.kvcached_counts_logically = False
+        null = elastic.null_block.block_id
+        pool.take_ids([null])
+        pool.pin_page_of(null)
+        pool.on_evict = elastic._forget
+        return elastic
+
+    def get_new_blocks(self, num_blocks: int) -> list[Any]:
+        chosen = [self.blocks[block] for first, count in self.kvcached_pool.take(num_blocks) for block in range(first, first + count)]
+        remove, collector = self.free_block_queue.remove, self.metrics_collector
+        for block in chosen:
+            remove(block)
+            block.ref_cnt += 1
+            if collector:
+                collector.on_block_allocated(block)
+        return chosen
+
+    def free_blocks(self, ordered_blocks: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        ordered = list(ordered_blocks)
+        super().free_blocks(ordered, *args, **kwargs)
+        free, cached = [], []
+        for block in {block.block_id: block for block in ordered}.values():
+            if block.ref_cnt == 0 and not block.is_null:
+                (free if block.block_hash is None or not self.enable_caching else cached).append(block.block_id)
+        marker = self.kvcached_steps.scheduled
+        if free:
+            self.kvcached_pool.give(ranges_of(free), marker)
+        if cached:
+            self.kvcached_pool.give_cached(cached, marker, self.kvcached_steps.next_use())
+
+    def touch(self, blocks: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+        cached = [block.block_id for block in blocks if block.ref_cnt == 0 and not block.is_null]
+        if cached:
+            self.kvcached_pool.touch(cached)
+        super().touch(blocks, *args, **kwargs)
+
+    def _maybe_evict_cached_block(self, block: Any) -> bool:
+        evicted: bool = super()._maybe_evict_cached_block(block)
+        if evicted and block.ref_cnt == 0 and not block.is_null:
+            self.kvcached_pool.evict([block.block_id])
+        return evicted
+
+    def _forget(self, ids: Sequence[int]) -> None:
+        """The pool has chosen victims: their hashes go, so that nobody finds them any more."""
+        forget, blocks = super()._maybe_evict_cached_block, self.blocks
+        for block in ids:
+            forget(blocks[block])
+
+    def reset_prefix_cache(self) -> bool:
+        self.kvcached_counts_logically = True
+        try:
+            done: bool = super().reset_prefix_cache()
+        finally:
+            self.kvcached_counts_logically = False
+        if done:
+            ledger = self.kvcached_pool.ledger
+            self.kvcached_pool.evict(ledger.victims_for_blocks(ledger.cached_blocks))
+        return done
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks that `get_new_blocks` can certainly supply: free on mapped pages, or cached."""
+        if self.kvcached_counts_logically:
+            return int(super().get_num_free_blocks())
+        return self.kvcached_pool.available() + self.kvcached_pool.ledger.cached_blocks
+
+    def get_usage(self) -> float:
+        """Blocks in use, as a share of what the pool may hold."""
+        in_use = self.num_gpu_blocks - 1 - super().get_num_free_blocks()
+        return min(1.0, in_use / max(1, self.kvcached_pool.max_blocks() - 1))

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of one scheduler: the owner of the pool, and what the scheduler's methods report to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvcached import __version__
+from kvcached.engines.vllm.block_pool import ElasticBlockPool
+from kvcached.engines.vllm.cache_manager import ElasticKVCacheManager
+from kvcached.engines.vllm.chain import is_ours
+from kvcached.engines.vllm.identity import Identity
+from kvcached.engines.vllm.steps import Steps
+from kvcached.errors import EngineNotSupported
+from kvcached.ranks.client import RemoteMapper
+from kvcached.ranks.messages import Hello
+from kvcached.runtime.cards import rank_socket
+from kvcached.runtime.facts import MapperFacts
+from kvcached.runtime.owner import Owner
+from kvcached.units import ceil_div, format_size
+
+if TYPE_CHECKING:
+    import threading
+
+    from kvcached.config import Settings
+    from kvcached.ranks.api import MapperPort
+
+
+class SchedulerMemory:
+    """Made when the stock scheduler is complete. Raises `EngineNotSupported`, `PeerError` when the worker is not elastic."""
+
+    def __init__(self, settings: Settings, scheduler: Any) -> None:
+        config = scheduler.vllm_config
+        self._worker = config.parallel_config.worker_cls
+        if not is_ours(self._worker, "kvcached.engines.vllm.worker"):
+            raise EngineNotSupported(f"the scheduler is elastic and the worker, {self._worker}, is not: something replaced worker_cls")
+        self._scheduler = type(scheduler).__name__
+        self._watermark = float(getattr(config.scheduler_config, "watermark", 0.0))
+        self.steps = Steps()
+        self._paused = False
+        self._owner = _start_owner(settings, scheduler)
+        self.pool = self._owner.pool
+        self.lock: threading.RLock = self.pool.lock  # type: ignore[valid-type]
+        with self.lock:
+            ElasticBlockPool.adopt(scheduler.kv_cache_manager.block_pool, self.pool, self.steps)
+            self._manager = ElasticKVCacheManager.adopt(scheduler.kv_cache_manager, self.pool)
+        self._owner.start()
+
+    def describe(self) -> str:
+        """One line for the log: what is in place."""
+        geometry = self.pool.geometry
+        worker = self._worker.rpartition(":")[2]
+        return (
+            f"on, worker Elastic{worker}, scheduler {self._scheduler}, layout {'interleaved' if geometry.planes == 1 else 'per layer'}, "
+            f"page {format_size(geometry.page_bytes)}, release step {format_size(geometry.release_step_bytes)}, "
+            f"range {format_size(geometry.range_bytes)}, limit {format_size(self.pool.limits.limit_bytes)}, instance {self._owner.instance}"
+        )
+
+    def begin_step(self) -> None:
+        self.steps.begin()
+        if self._watermark:
+            self._manager.watermark_blocks = int(self._watermark * self.pool.max_blocks())
+
+    def finish_step(self, scheduler_output: Any) -> None:
+        """The step's tokens are on the host: it has finished, and all before it."""
+        self.pool.advance(self.steps.number_of(scheduler_output))
+
+    def end_hopeless(self, scheduler: Any, outputs: Any) -> None:
+        """End the requests that can never be served, each with an error that its client sees."""
+        hopeless, self._manager.kvcached_hopeless = self._manager.kvcached_hopeless, {}
+        for request_id, reason in hopeless.items():
+            end_with_error(scheduler, outputs, request_id, reason)
+
+    def note_pause(self, paused: bool) -> None:
+        self._paused = paused
+
+    def note_reset(self) -> None:
+        """A reset while paused is how vLLM goes to sleep."""
+
+    def close(self) -> None:
+        """Give everything back. A second call does nothing."""
+        self._owner.close()
+
+
+def end_with_error(scheduler: Any, outputs: Any, request_id: str, reason: str) -> None:
+    """Finish one request with an error, and tell its client."""
+    import logging
+
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+    from vllm.v1.request import RequestStatus
+
+    request = scheduler.requests.get(request_id)
+    if request is None or not scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR):
+        return
+    logging.getLogger("kvcached.vllm").error("request %s ended with an error: %s", request_id, reason)
+    answer = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
+    outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(answer)
+
+
+def _start_owner(settings: Settings, scheduler: Any) -> Owner:
+    config = scheduler.vllm_config
+    identity = Identity.of(settings, config)
+    port, facts = _connect(settings, config, identity)
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    length = config.model_config.max_model_len
+    owner = Owner(
+        settings,
+        port,
+        facts,
+        instance=identity.instance,
+        name=identity.name,
+        block_tokens=scheduler.block_size,
+        longest_request_blocks=sum(ceil_div(length, group.kv_cache_spec.block_size) for group in groups),
+    )
+    local = getattr(config, "kvcached_mapper", None)
+    if local is not None:
+        local.owner = owner
+    return owner
+
+
+def _connect(settings: Settings, config: Any, identity: Identity) -> tuple[MapperPort, MapperFacts]:
+    """The worker's mapper: in this process, or at its socket."""
+    local = getattr(config, "kvcached_mapper", None)
+    if local is not None and local.mapper is not None:
+        return local.mapper, local.mapper.facts
+    remote = RemoteMapper(
+        rank_socket(settings.run_dir, identity.instance, 0), Hello(__version__, identity.instance, ""), timeout_s=settings.ipc_timeout_s
+    )
+    return remote, MapperFacts.from_text(remote.hello.facts)

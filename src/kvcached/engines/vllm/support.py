@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which vLLM, and which of its features, can be elastic. Everything else is refused by name before the engine starts."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from kvcached.engines.vllm.seams import FIRST, LAST
+from kvcached.errors import EngineNotSupported
+
+_VERSION: Final = re.compile(r"(\d+)\.(\d+)")
+_OFF: Final = "; unset ENABLE_KVCACHED to run without elastic memory"
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """(major, minor) of a version such as `0.32.0+cpu`. Raises `EngineNotSupported` for text that is no version."""
+    match = _VERSION.match(version)
+    if match is None:
+        raise EngineNotSupported(f"vLLM says that its version is {version!r}, which is no release{_OFF}")
+    return int(match[1]), int(match[2])
+
+
+def require_release(version: str) -> None:
+    """Raises `EngineNotSupported` for a release outside the range that this adapter was made for."""
+    if not FIRST <= release_of(version) <= LAST:
+        raise EngineNotSupported(
+            f"vLLM {version} is not supported: this release of kvcached-elastic knows {FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}; "
+            f"`kvcached verify` tells what moved{_OFF}"
+        )
+
+
+def require_features(vllm_config: Any) -> None:
+    """Raises `EngineNotSupported` when the configuration asks for something that cannot be elastic, saying what."""
+    for reason in _refusals(vllm_config):
+        raise EngineNotSupported(f"{reason}{_OFF}")
+
+
+def _refusals(vllm_config: Any) -> list[str]:
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    found = []
+    if parallel.world_size > 1:
+        found.append(f"{parallel.world_size} worker processes (tensor or pipeline parallel) cannot be elastic in this release")
+    if vllm_config.kv_transfer_config is not None:
+        found.append(f"the KV connector {vllm_config.kv_transfer_config.kv_connector} registers KV memory as a whole and cannot be elastic")
+    if getattr(cache, "kv_offloading_size", None):
+        found.append("KV offloading (kv_offloading_size) registers KV memory as a whole and cannot be elastic")
+    if getattr(getattr(vllm_config, "attention_config", None), "hisparse_config", None) is not None:
+        found.append("HiSparse keeps reading blocks that it has freed and cannot be elastic")
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and str(cache.cache_dtype).startswith("fp8"):
+        found.append("sleep mode with an fp8 KV cache clears the whole range on wake-up and cannot be elastic")
+    return found
+
+
+def require_specs(kv_cache_config: Any) -> None:
+    """Raises `EngineNotSupported` for a kind of cache whose blocks do not come from the block pool's own calls."""
+    for group in kv_cache_config.kv_cache_groups:
+        kind = type(group.kv_cache_spec).__name__
+        if kind.startswith(("SinkFullAttention", "HiSparse")):
+            raise EngineNotSupported(f"a KV cache of kind {kind} cannot be elastic{_OFF}")

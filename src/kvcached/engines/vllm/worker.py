@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's worker over an arena. `kvcached.engines.vllm.worker.NAME` is this mixin over the worker class that NAME spells."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvcached.config import configure_logging, load_settings
+from kvcached.engines.vllm.chain import class_over, is_ours
+from kvcached.engines.vllm.support import require_specs
+from kvcached.engines.vllm.worker_memory import WorkerMemory, closing_on_error
+from kvcached.errors import EngineNotSupported
+from kvcached.units import ceil_div
+
+if TYPE_CHECKING:
+    from kvcached.engines.vllm.worker_memory import ZerosFromArena
+
+    _Worker = Any
+else:
+    _Worker = object
+
+
+def __getattr__(name: str) -> Any:
+    return class_over(ElasticWorker, name)
+
+
+class ElasticWorker(_Worker):  # type: ignore[misc]
+    """Its KV tensors are addresses; memory comes behind them when the scheduler's pool asks for it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _require_elastic_scheduler(self.vllm_config)
+        self.kvcached_settings = load_settings()
+        configure_logging(self.kvcached_settings)
+        self.kvcached_memory: WorkerMemory | None = None
+
+    def init_device(self) -> None:
+        cache = self.vllm_config.cache_config
+        asked = cache.gpu_memory_utilization
+        cache.gpu_memory_utilization = 0.0  # the guard asks for a share of the whole device to be free, whoever holds the rest
+        try:
+            super().init_device()
+        finally:
+            cache.gpu_memory_utilization = asked
+        self.kvcached_memory = WorkerMemory(self.kvcached_settings, self.vllm_config, self.device)
+
+    def determine_available_memory(self) -> int:
+        if self.device.type == "cpu":
+            if self._should_warm_up_model():
+                self.model_runner.warming_up_model()
+        else:
+            super().determine_available_memory()
+        return self._memory.virtual_bytes
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        require_specs(kv_cache_config)
+        with closing_on_error(self._memory):
+            zeros = self._place(kv_cache_config)
+            with zeros:
+                super().initialize_from_config(kv_cache_config)
+            zeros.require_answered()
+
+    def _place(self, kv_cache_config: Any) -> ZerosFromArena:
+        wanted = self.kvcached_settings.contiguous_layout
+        dense = self.device.type == "cpu" and self.vllm_config.model_config.use_mla  # its kernels view a layer as one dense tensor
+        if wanted and dense:
+            raise EngineNotSupported("MLA on a CPU cannot use the interleaved layout; unset KVCACHED_CONTIGUOUS_LAYOUT")
+        return self._memory.place(
+            kv_cache_config,
+            interleaved=not dense if wanted is None else wanted,
+            first_blocks=1 if self.device.type == "cpu" else self._warm_up_blocks(kv_cache_config),
+        )
+
+    def _warm_up_blocks(self, kv_cache_config: Any) -> int:
+        """Warm-up steps run on ids 1, 2, ... before there is a scheduler: a full batch of tokens, and a few more for every request."""
+        scheduler = self.vllm_config.scheduler_config
+        sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+        return 1 + sum(ceil_div(scheduler.max_num_batched_tokens, size) + 2 * scheduler.max_num_seqs + 2 for size in sizes)
+
+    @property
+    def _memory(self) -> WorkerMemory:
+        if self.kvcached_memory is None:
+            raise EngineNotSupported("vLLM asked for KV memory before it initialised the device")
+        return self.kvcached_memory
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.kvcached_memory is not None:
+            self.kvcached_memory.close()
+
+
+def _require_elastic_scheduler(vllm_config: Any) -> None:
+    chosen = vllm_config.scheduler_config.scheduler_cls
+    if not is_ours(chosen, "kvcached.engines.vllm.scheduler"):
+        raise EngineNotSupported(
+            f"the worker is elastic and the scheduler, {chosen}, is not: something replaced scheduler_cls after kvcached had set it"
+        )
