@@ -55,6 +55,7 @@ __all__ = [
     "configure_logging",
     "describe_settings",
     "load_settings",
+    "loads_plugin",
     "override",
     "package_version",
 ]
@@ -309,6 +310,12 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     bare = {candidate.removeprefix("KVCACHED_"): candidate for candidate in known}
     close = difflib.get_close_matches(name.removeprefix("KVCACHED_"), list(bare), n=1, cutoff=0.5)
     return f"; did you mean {bare[close[0]]}?" if close else ""
+
+
+def loads_plugin(name: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether vLLM would load the plugin `name`: `VLLM_PLUGINS`, where it is set, lists all that it loads."""
+    listed = (os.environ if environ is None else environ).get("VLLM_PLUGINS")
+    return listed is None or name in listed.split(",")
 
 
 def package_version() -> str:

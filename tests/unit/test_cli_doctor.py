@@ -150,6 +150,10 @@ class TestRows:
         groups = {"vllm.platform_plugins": [point], "vllm.general_plugins": [other]}
         monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: groups[group])
         assert [row.verdict for row in doctor.check_plugins()] == [Verdict.OK, Verdict.PROBLEM]
+        monkeypatch.setenv("VLLM_PLUGINS", "other,kvcached")
+        assert next(doctor.check_plugins()).verdict is Verdict.OK
+        monkeypatch.setenv("VLLM_PLUGINS", "other")
+        assert "VLLM_PLUGINS" in next(doctor.check_plugins()).finding
 
     def test_settings(self) -> None:
         assert doctor.check_settings(load_settings({"KVCACHED_LIMTI": "3G"})).verdict is Verdict.WARNING

@@ -39,6 +39,14 @@ class TestWithoutPools:
         assert json.loads(kvctl(run_dir, "list", "--json").stdout) == {"run_dir": str(run_dir), "cards": []}
         assert not run_dir.exists()
 
+    def test_list_points_to_another_users_cards(self, tmp_path: Path) -> None:
+        (tmp_path / "kvcached-1000").mkdir()
+        (tmp_path / "kvcached-1001").mkdir()
+        (tmp_path / "kvcached-1000/GPU-1.card").touch()
+        result = kvctl(tmp_path / "kvcached-0", "list")
+        assert result.stdout.endswith(f"; there are cards in {tmp_path}/kvcached-1000: kvctl --run-dir {tmp_path}/kvcached-1000 list\n")
+        assert "1001" not in result.stdout
+
     def test_watch_says_so_each_time(self, run_dir: Path) -> None:
         result = kvctl(run_dir, "watch", "-c", "2", "-n", "0.05")
         assert [line[9:] for line in result.stdout.splitlines()] == [f"no pools on this machine; run directory {run_dir}"] * 2

@@ -23,6 +23,7 @@ from kvcached.config import (
     configure_logging,
     describe_settings,
     load_settings,
+    loads_plugin,
     override,
     package_version,
 )
@@ -330,6 +331,14 @@ class TestPublicPackage:
 
         monkeypatch.setattr(importlib.metadata, "version", absent)
         assert package_version() == "0+source"
+
+
+@pytest.mark.parametrize(
+    ("environ", "loaded"),
+    [({}, True), ({"VLLM_PLUGINS": "kvcached"}, True), ({"VLLM_PLUGINS": ""}, False), ({"VLLM_PLUGINS": "kvcached2,x"}, False)],
+)
+def test_vllms_own_list_of_plugins_counts(environ: dict[str, str], loaded: bool) -> None:
+    assert loads_plugin("kvcached", environ) is loaded
 
 
 class TestLogging:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcached.cli.try_card import Attempt, try_card
-from kvcached.config import Settings, check_public_package, load_settings, package_version
+from kvcached.config import Settings, check_public_package, load_settings, loads_plugin, package_version
 from kvcached.errors import EngineNotSupported, SettingError
 from kvcached.runtime.endpoint import endpoint_path
 from kvcached.units import MIB, format_size
@@ -123,7 +123,11 @@ def check_plugins() -> Iterator[Row]:
     """Engines find the adapters by entry points; an incomplete install loses them silently."""
     for group in _PLUGIN_GROUPS:
         found = [point for point in importlib.metadata.entry_points(group=group) if point.name == "kvcached"]
-        if found:
+        if found and not loads_plugin("kvcached"):
+            yield Row(
+                group, Verdict.PROBLEM, "VLLM_PLUGINS does not list kvcached: vLLM would start without it", "add kvcached to VLLM_PLUGINS"
+            )
+        elif found:
             yield Row(group, Verdict.OK, f"kvcached is registered as {found[0].value}")
         else:
             advice = "install with pip, not by PYTHONPATH or by copying files: pip install kvcached-elastic"

@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from kvcached.card.segment import card_paths
 from kvcached.cli.machine import CardRow, PoolRow, read_cards
 from kvcached.cli.output import say, say_json, short_size, table
 from kvcached.units import format_size
@@ -28,11 +29,18 @@ def cards_json(run_dir: Path, cards: Sequence[CardRow]) -> dict[str, Any]:
 
 def cards_view(run_dir: Path, cards: Sequence[CardRow]) -> RenderableType:
     if not any(card.pools or card.problem for card in cards):
-        return f"no pools on this machine; run directory {run_dir}"
+        return none_text(run_dir)
     parts: list[RenderableType] = []
     for card in cards:
         parts += [*([Text()] if parts else []), *_card_parts(card)]
     return Group(*parts)
+
+
+def none_text(run_dir: Path) -> str:
+    """There is nothing to show: where it was looked for, and where else it may be (another user's engines, for instance)."""
+    others = [other for other in sorted(run_dir.parent.glob("kvcached-*")) if other != run_dir and any(card_paths(other))]
+    hint = "".join(f"; there are cards in {other}: kvctl --run-dir {other} list" for other in others)
+    return f"no pools on this machine; run directory {run_dir}{hint}"
 
 
 def _card_parts(card: CardRow) -> list[RenderableType]:
@@ -67,7 +75,7 @@ def watch(run_dir: Path, *, interval_s: float, count: int, as_json: bool) -> Non
         if as_json:
             _repeat(lambda: say_json({"time_s": time.time(), **cards_json(run_dir, read_cards(run_dir))}), interval_s, count)
         elif Console().is_terminal:
-            with Live(cards_view(run_dir, read_cards(run_dir)), auto_refresh=False) as screen:
+            with Live(auto_refresh=False) as screen:
                 _repeat(lambda: screen.update(cards_view(run_dir, read_cards(run_dir)), refresh=True), interval_s, count)
         else:
             _repeat(lambda: _say_lines(run_dir), interval_s, count)
@@ -90,4 +98,4 @@ def _say_lines(run_dir: Path) -> None:
         label, *sizes = _cells(pool)
         say(f"{now} {label} " + " ".join(f"{column.lower()}={size}" for column, size in zip(_COLUMNS[1:], sizes, strict=True)))
     if not pools:
-        say(f"{now} no pools on this machine; run directory {run_dir}")
+        say(f"{now} {none_text(run_dir)}")
