@@ -9,6 +9,7 @@ KVCachedError
 |   +-- EngineNotSupported this engine, version or feature cannot be elastic
 +-- DeviceError            a driver call failed (names the call, its code and the size)
 |   +-- DeviceOutOfMemory  the device has no memory left; everything was undone
+|   +-- DeviceUnavailable  this device cannot be used here at all; says what is missing
 +-- PeerError              another process of the same pool or card
 |   +-- PeerLost           it is gone
 |   +-- PeerRefused        it answered no, and why
@@ -43,6 +44,9 @@ class PoolExhausted(KVCachedError):
         self.unit = unit
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type[PoolExhausted], tuple[int, int, str, str]]:
+        return type(self), (self.wanted, self.available, self.unit, self.reason)
+
 
 class Misuse(KVCachedError):
     """A caller's or an operator's mistake."""
@@ -69,6 +73,10 @@ class DeviceError(KVCachedError):
         self.call = call
         self.code = code
         self.size_bytes = size_bytes
+        self.message = message
+
+    def __reduce__(self) -> tuple[type[DeviceError], tuple[str, int, int, str]]:
+        return type(self), (self.call, self.code, self.size_bytes, self.message)
 
 
 class DeviceOutOfMemory(DeviceError):
@@ -104,7 +112,11 @@ class StateUnknown(KVCachedError):
 
     def __init__(self, message: str, pages: Sequence[int] = ()) -> None:
         super().__init__(message)
+        self.message = message
         self.pages = tuple(pages)
+
+    def __reduce__(self) -> tuple[type[StateUnknown], tuple[str, tuple[int, ...]]]:
+        return type(self), (self.message, self.pages)
 
 
 class InvariantBroken(KVCachedError):

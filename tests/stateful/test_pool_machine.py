@@ -183,5 +183,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.failed is None
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestPoolMachine = PoolMachine.TestCase

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 
 import pytest
@@ -54,3 +55,16 @@ def test_device_error_names_call_code_and_size(size_bytes: int, text: str) -> No
 def test_state_unknown_names_the_pages() -> None:
     assert errors.StateUnknown("undo failed", [3, 4]).pages == (3, 4)
     assert errors.StateUnknown("undo failed").pages == ()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.PoolExhausted(3, 2, "blocks", "full"),
+        errors.DeviceOutOfMemory("create", 2, 4096, "no memory"),
+        errors.StateUnknown("lost", [1, 2]),
+    ],
+)
+def test_an_error_crosses_processes_whole(error: errors.KVCachedError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
