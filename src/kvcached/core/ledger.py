@@ -160,10 +160,7 @@ class Ledger:
             if table.states[page] != QUARANTINED:
                 table.cached[page] |= blocks
         table.largest_marker = max(marker, table.largest_marker)
-        for block in ids:
-            page = table.page_of(block)
-            if table.states[page] != QUARANTINED:
-                self._cache.add(block, page, last_use, cost)
+        self._cache.add([block for block in ids if not table.is_lost(table.page_of(block))] if table.lost else ids, last_use, cost)
 
     def touch(self, ids: Sequence[int]) -> None:
         """Cached blocks become owned again."""
@@ -197,8 +194,8 @@ class Ledger:
         return self._cache.cheapest_runs(pages)
 
     def cached_overflow(self, max_cached_blocks: int) -> list[int]:
-        """The cached blocks to evict so that at most `max_cached_blocks` stay; below 0 there is no cap."""
-        return self._cache.coldest(len(self._cache) - max_cached_blocks) if max_cached_blocks >= 0 else []
+        """The cached blocks to evict so that at most `max_cached_blocks` stay, on few pages; below 0 there is no cap."""
+        return self._cache.least_worth(len(self._cache) - max_cached_blocks) if max_cached_blocks >= 0 else []
 
     # ------------------------------------------------------------------ pages
 
@@ -234,7 +231,7 @@ class Ledger:
         for page in pages:
             if table.states[page] in (MAPPING, UNMAPPING, VOID):
                 raise Misuse(f"page {page} is {PageState(table.states[page]).name}: name it when its plan is settled")
-            blocks = self._cache.blocks_on(page)
+            blocks = table.cached_on(page)
             if blocks:
                 table.cached[page] = 0
                 self._cache.remove(blocks, (page,))

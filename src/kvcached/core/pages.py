@@ -138,6 +138,18 @@ class PageTable:
         """The page of an id within the range; -1 when it straddles two."""
         return block // self.bpp if self.bpp else self.geometry.page_of(block)
 
+    def cached_on(self, page: int) -> list[int]:
+        """The cached blocks of a page, ascending."""
+        rest, blocks = self.cached[page], []
+        while rest:
+            low = rest & -rest
+            blocks.append(self.starts[page] + low.bit_length() - 1)
+            rest ^= low
+        return blocks
+
+    def is_lost(self, page: int) -> bool:
+        return self.states[page] == QUARANTINED
+
     # ------------------------------------------------------------------ choice of a page
 
     def best_fit(self, blocks: int) -> int:

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cached blocks go first: the coldest, or those whose loss empties whole runs of pages at the least cost."""
+"""Which cached blocks go first: the coldest, or those whose loss empties whole pages at the least cost.
+
+Blocks are ordered by last use. Pages are ordered by *worth*: a point in the cache's turnover (the cost evicted so far) when the page
+last gained a block, plus a span in proportion to what its cached blocks cost; a full page outlives an almost empty one of its time by
+`DENSE_LIFE` turnovers of the whole cache. Order by use alone leaves the survivors scattered over many pages; order by cost alone keeps
+the first dense pages for ever.
+"""
 
 from __future__ import annotations
 
@@ -7,126 +13,150 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from kvcached.core.pages import PageTable
 
 COMPACT_AT_LEAST: Final = 1024
+DENSE_LIFE: Final = 2.0
 
+CachedBlock = tuple[int, float, int, int]
+"""(last use, cost, sequence, block): sorts as blocks go, coldest first, then cheapest, then first come."""
 
-class CachedBlock(NamedTuple):
-    """Ordered as blocks go: coldest first, then cheapest, then first come."""
-
-    last_use: int
-    cost: float
-    sequence: int
-    block: int
+PageWorth = tuple[float, int, int]
+"""(worth, latest use, page): sorts as pages go."""
 
 
 class Emptying(NamedTuple):
-    """A run that could be emptied, ordered by what it costs per page."""
+    """A run that could be emptied; sorts as runs go."""
 
-    cost_per_page: float
-    heat: int
+    worth_per_page: float
+    latest_use: int
     first: int
     pages: int
 
 
 class CacheIndex:
-    """Every cached block with its last use and cost, and the sums per page.
+    """Every cached block with its last use and cost, and the worth of every page with cached blocks.
 
-    A block that is no longer cached leaves its entry in the heap until it comes to the top or too many have gathered.
+    What is no longer true stays in the heaps until it comes to the top or too much has gathered: an entry counts when it is the very
+    one that the dictionary holds.
     """
 
-    __slots__ = ("_compact_at", "_heap", "_records", "_sequence", "_table", "page_cost", "page_heat")
+    __slots__ = ("_block_heap", "_page_heap", "_sequence", "_table", "_turnover", "blocks", "born", "costs", "worths")
 
     def __init__(self, table: PageTable) -> None:
         self._table = table
-        self._records: dict[int, CachedBlock] = {}
-        self._heap: list[CachedBlock] = []
         self._sequence = 0
-        self._compact_at = COMPACT_AT_LEAST
-        self.page_cost: dict[int, float] = {}  # pages with cached blocks -> sum of their costs
-        self.page_heat: dict[int, int] = {}  # the same pages -> latest use of a block there since the page had no cached one
+        self._turnover: float = 0  # cost of all blocks that had to go so far
+        self._block_heap: list[CachedBlock] = []
+        self._page_heap: list[PageWorth] = []
+        self.blocks: dict[int, CachedBlock] = {}
+        self.costs: dict[int, float] = {}  # page -> sum of the costs of its cached blocks
+        self.born: dict[int, float] = {}  # page -> the turnover when it last gained a block
+        self.worths: dict[int, PageWorth] = {}
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self.blocks)
 
-    def __contains__(self, block: int) -> bool:
-        return block in self._records
-
-    def __iter__(self) -> Iterator[CachedBlock]:
-        return iter(self._records.values())
-
-    def add(self, block: int, page: int, last_use: int, cost: float) -> None:
-        self._sequence += 1
-        record = CachedBlock(last_use, cost, self._sequence, block)
-        self._records[block] = record
-        heappush(self._heap, record)
-        self.page_cost[page] = self.page_cost.get(page, 0) + cost
-        self.page_heat[page] = max(last_use, self.page_heat.get(page, last_use))
-        if len(self._heap) > self._compact_at:
-            self._compact()
+    def add(self, ids: Iterable[int], last_use: int, cost: float) -> None:
+        """These blocks are cached from now on."""
+        costs, page_of, pages = self.costs, self._table.page_of, set[int]()
+        for block in ids:
+            self._sequence += 1
+            entry = (last_use, cost, self._sequence, block)
+            self.blocks[block] = entry
+            heappush(self._block_heap, entry)
+            page = page_of(block)
+            costs[page] = costs.get(page, 0) + cost
+            pages.add(page)
+        for page in pages:
+            self.born[page] = self._turnover
+            self._rate(page, max(last_use, self.worths[page][1]) if page in self.worths else last_use)
+        self._compact()
 
     def remove(self, ids: Iterable[int], pages: Iterable[int]) -> None:
         """The sets of cached blocks on `pages`, which held these blocks, no longer have them."""
         page_of, cached = self._table.page_of, self._table.cached
         for block in ids:
-            self.page_cost[page_of(block)] -= self._records.pop(block).cost
+            self.costs[page_of(block)] -= self.blocks.pop(block)[1]
         for page in pages:
-            if not cached[page]:
-                del self.page_cost[page], self.page_heat[page]
+            if cached[page]:
+                self._rate(page, self.worths[page][1])
+            else:
+                del self.costs[page], self.born[page], self.worths[page]
+        self._compact()
+
+    def _worth(self, page: int) -> float:
+        return self.born[page] + DENSE_LIFE * len(self.blocks) / self._table.page_limit * self.costs[page]
+
+    def _rate(self, page: int, latest_use: int) -> None:
+        entry = (self._worth(page), latest_use, page)
+        self.worths[page] = entry
+        heappush(self._page_heap, entry)
 
     def _compact(self) -> None:
-        self._heap = list(self._records.values())
-        heapify(self._heap)
-        self._compact_at = max(COMPACT_AT_LEAST, 2 * len(self._heap))
+        if len(self._block_heap) > COMPACT_AT_LEAST + 2 * len(self.blocks):
+            self._block_heap = list(self.blocks.values())
+            heapify(self._block_heap)
+        if len(self._page_heap) > COMPACT_AT_LEAST + 2 * len(self.worths):
+            self._page_heap = list(self.worths.values())
+            heapify(self._page_heap)
 
     def coldest(self, blocks: int) -> list[int]:
         """Up to `blocks` cached blocks, coldest first. They stay cached."""
         chosen: list[CachedBlock] = []
-        while len(chosen) < blocks and self._heap:
-            record = heappop(self._heap)
-            if self._records.get(record.block) is record:
-                chosen.append(record)
-        for record in chosen:
-            heappush(self._heap, record)
-        return [record.block for record in chosen]
+        while len(chosen) < blocks and self._block_heap:
+            entry = heappop(self._block_heap)
+            if self.blocks.get(entry[3]) is entry:
+                chosen.append(entry)
+        for entry in chosen:
+            heappush(self._block_heap, entry)
+        return self._must_go([block for _, _, _, block in chosen])
 
-    def blocks_on(self, page: int) -> list[int]:
-        """The cached blocks on a page, ascending."""
-        start, rest, blocks = self._table.starts[page], self._table.cached[page], []
-        while rest:
-            low = rest & -rest
-            blocks.append(start + low.bit_length() - 1)
-            rest ^= low
-        return blocks
+    def least_worth(self, blocks: int) -> list[int]:
+        """Up to `blocks` cached blocks, page by page in order of worth, the coldest of the last page first. They stay cached."""
+        chosen: list[int] = []
+        seen: list[PageWorth] = []
+        while len(chosen) < blocks and self._page_heap:
+            entry = heappop(self._page_heap)
+            page = entry[2]
+            if self.worths.get(page) is entry:
+                seen.append(entry)
+                chosen += self._on_page(page)[: blocks - len(chosen)]
+        for entry in seen:
+            heappush(self._page_heap, entry)
+        return self._must_go(chosen)
+
+    def _must_go(self, chosen: list[int]) -> list[int]:
+        self._turnover += sum(self.blocks[block][1] for block in chosen)
+        return chosen
+
+    def _on_page(self, page: int) -> list[int]:
+        """The page's cached blocks, coldest first."""
+        return [block for _, _, _, block in sorted(self.blocks[block] for block in self._table.cached_on(page))]
 
     def cheapest_runs(self, pages: int) -> list[int]:
-        """Cached blocks of the runs that are emptied at the least cost per page, until `pages` pages are empty or no run is left."""
-        victims: list[int] = []
-        candidates = self._emptyable()
+        """Cached blocks of the runs that are worth least per page, until `pages` pages are empty or no run is left. They stay cached."""
+        table = self._table
+        firsts = {table.run_first[page] for page in self.worths if not table.owned[page]}
+        candidates = [run for first in firsts if (run := self._emptying(first)) is not None]
         heapify(candidates)
+        chosen: list[int] = []
         while candidates and pages > 0:
             run = heappop(candidates)
             pages -= run.pages
             for page in range(run.first, run.first + run.pages):
-                victims += self.blocks_on(page)
-        return victims
-
-    def _emptyable(self) -> list[Emptying]:
-        table = self._table
-        runs = {table.run_first[page] for page in self.page_cost if not table.owned[page]}
-        return [run for first in runs if (run := self._emptying(first)) is not None]
+                if page in self.worths:
+                    chosen += self._on_page(page)
+        return self._must_go(chosen)
 
     def _emptying(self, first: int) -> Emptying | None:
-        """None when an owned block, a pinned or a lost page keeps the run."""
+        """None when an owned block, a pinned page or a lost one keeps the run."""
         table = self._table
-        count = table.run_count[first]
-        cost, heat = 0.0, 0
-        for page in range(first, first + count):
-            if table.owned[page] or page in table.pinned or table.counts[page] == 0 == table.cached[page]:
-                return None
-            cost += self.page_cost.get(page, 0)
-            heat = max(heat, self.page_heat.get(page, heat))
-        return Emptying(cost / count, heat, first, count)
+        pages = range(first, first + table.run_count[first])
+        if not table.pinned.isdisjoint(pages) or any(table.owned[page] or table.is_lost(page) for page in pages):
+            return None
+        cached = [page for page in pages if page in self.worths]
+        worth = sum(self._worth(page) for page in cached)
+        return Emptying(worth / len(pages), max(self.worths[page][1] for page in cached), first, len(pages))
