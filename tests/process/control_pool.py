@@ -6,9 +6,13 @@ It really holds memory (a bytearray per parked MiB), so that trimming and limiti
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
 import sys
 import threading
-from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest import mock
 
 from kvcached.card import Card, CardIdentity, Entry, EntrySpec, Kind, Usage
 from kvcached.errors import Misuse, PoolExhausted, StateUnknown
@@ -23,6 +27,10 @@ from kvcached.runtime.control import (
     endpoint_path,
 )
 from kvcached.units import MIB
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from pathlib import Path
 
 CAPACITY_BYTES = 64 * MIB
 BUDGET_BYTES = 100 * MIB
@@ -165,21 +173,57 @@ class SlowPool(SmallPool):
         return super().status()
 
 
-def serve(run_dir: Path, instance: str, group: int | None = None) -> None:
-    """Serve until standard input ends, with an entry in the record of a real card. Says `ready` when it listens."""
+class Served:
+    """A process that serves `instance` until it is closed or killed. It is forked from a server that has everything loaded."""
+
+    def __init__(self, run_dir: Path, instance: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "pytest"])
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(run_dir, instance, theirs), daemon=True)
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # the server is started by the first process
+            self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def wait_ready(self) -> None:
+        assert self._connection.poll(30)
+        assert self._connection.recv() == "ready"
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        """The exit code, negative for a signal."""
+        self._process.join(20)
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.wait()
+
+    def close(self) -> None:
+        self.kill()
+        self._process.close()
+        self._connection.close()
+
+
+def _serve(run_dir: Path, instance: str, connection: Connection) -> None:
+    """Serve, with an entry in the record of a real card, until the other end of `connection` closes."""
     path = endpoint_path(run_dir, instance)
     pool = SmallPool(instance)
     identity = CardIdentity("TEST-0", "a card for tests", BUDGET_BYTES)
     with (
-        ControlServer(path, pool, group=group, io_timeout_s=1.0),
+        ControlServer(path, pool, io_timeout_s=1.0),
         Card.open(run_dir, identity, budget_bytes=BUDGET_BYTES, settle_s=0) as card,
+        contextlib.suppress(EOFError),
     ):
         spec = EntrySpec(Kind.KV, instance, name="small-model", endpoint=str(path), limit_bytes=CAPACITY_BYTES)
-        entry = card.register(spec)
-        pool.attach(entry)
-        print("ready", flush=True)
-        sys.stdin.read()
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None)
+        pool.attach(card.register(spec))
+        connection.send("ready")
+        connection.recv()

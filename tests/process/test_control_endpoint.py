@@ -15,11 +15,10 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from control_pool import CAPACITY_BYTES, SlowPool, SmallPool
+from control_pool import CAPACITY_BYTES, Served, SlowPool, SmallPool
 
 import kvcached.runtime.endpoint
 from kvcached.errors import HandshakeMismatch, Misuse, PeerLost, PeerRefused, PeerTimeout, SettingError
@@ -29,28 +28,23 @@ from kvcached.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-SERVER = str(Path(__file__).with_name("control_pool.py"))
+    from pathlib import Path
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start a server process for an instance in `tmp_path`; all are ended afterwards."""
-    started: list[subprocess.Popen[str]] = []
+def start(tmp_path: Path) -> Iterator[Callable[[], Served]]:
+    """Start a server process for instance `a` in `tmp_path`; all are ended afterwards."""
+    started: list[Served] = []
 
-    def launch(instance: str = "a", *more: str, run_dir: Path = tmp_path) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, SERVER, str(run_dir), instance, *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        started.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        return process
+    def launch() -> Served:
+        served = Served(tmp_path, "a")
+        started.append(served)
+        served.wait_ready()
+        return served
 
     yield launch
-    for process in started:
-        process.kill()
-        process.communicate(timeout=10)
+    for served in started:
+        served.close()
 
 
 @pytest.fixture
@@ -82,7 +76,7 @@ def failure(answer: dict[str, object]) -> tuple[str, str]:
 
 
 class TestOperations:
-    def test_every_operation_reaches_the_pool_and_its_answer_comes_back(self, start: Callable[..., object], path: Path) -> None:
+    def test_every_operation_reaches_the_pool_and_its_answer_comes_back(self, start: Callable[[], Served], path: Path) -> None:
         start()
         client = ControlClient(path, 10)
         pong = client.ping()
@@ -99,7 +93,7 @@ class TestOperations:
         assert client.floor(MIB).in_force_bytes == MIB
         assert (client.status().weight, client.status().floor_bytes) == (2.5, MIB)
 
-    def test_a_limit_is_applied_deferred_clamped_or_stale(self, start: Callable[..., object], path: Path) -> None:
+    def test_a_limit_is_applied_deferred_clamped_or_stale(self, start: Callable[[], Served], path: Path) -> None:
         start()
         client = ControlClient(path, 10)
         applied = client.limit(10 * MIB, revision=5)
@@ -112,7 +106,7 @@ class TestOperations:
         clamped = client.limit(2 * CAPACITY_BYTES)
         assert (clamped.outcome, clamped.asked_bytes, clamped.in_force_bytes) == ("clamped", 2 * CAPACITY_BYTES, CAPACITY_BYTES)
 
-    def test_an_error_of_the_pool_reaches_the_client_by_name(self, start: Callable[..., object], path: Path) -> None:
+    def test_an_error_of_the_pool_reaches_the_client_by_name(self, start: Callable[[], Served], path: Path) -> None:
         start()
         client = ControlClient(path, 10)
         with pytest.raises(PeerRefused, match=r"^Misuse: a floor of .* is above the capacity"):
@@ -124,14 +118,14 @@ class TestOperations:
 
     @pytest.mark.parametrize(("weight", "named"), [(13.0, "StateUnknown: the state of page 13"), (14.0, "ZeroDivisionError: a bug")])
     def test_a_bug_of_the_pool_is_told_and_the_endpoint_lives_on(
-        self, start: Callable[..., object], path: Path, weight: float, named: str
+        self, start: Callable[[], Served], path: Path, weight: float, named: str
     ) -> None:
         start()
         with pytest.raises(PeerRefused, match=named):
             ControlClient(path, 10).weight(weight)
         assert ControlClient(path, 10).status().weight == 1.0
 
-    def test_fifty_clients_at_once_are_all_answered_and_give_each_byte_once(self, start: Callable[..., object], path: Path) -> None:
+    def test_fifty_clients_at_once_are_all_answered_and_give_each_byte_once(self, start: Callable[[], Served], path: Path) -> None:
         start()
 
         def trim_and_look(_: int) -> int:
@@ -146,7 +140,7 @@ class TestOperations:
 
 
 class TestNonsense:
-    def test_an_oversize_message_is_refused_unread(self, start: Callable[..., object], path: Path) -> None:
+    def test_an_oversize_message_is_refused_unread(self, start: Callable[[], Served], path: Path) -> None:
         start()
         assert failure(raw_exchange(path, b"", length=MAX_MESSAGE_BYTES + 1)) == (
             "HandshakeMismatch",
@@ -181,7 +175,7 @@ class TestNonsense:
             assert (kind, message[:14]) == ("Misuse", "not a request:")
             assert ControlClient(path, 10).status() == before
 
-    def test_another_protocol_version_is_named(self, start: Callable[..., object], path: Path) -> None:
+    def test_another_protocol_version_is_named(self, start: Callable[[], Served], path: Path) -> None:
         start()
         assert failure(raw_exchange(path, b'{"v": 2, "request": {"op": "unheard of"}}')) == (
             "HandshakeMismatch",
@@ -255,12 +249,12 @@ class TestClient:
         with pytest.raises(PeerLost, match="nobody answers at"):
             ControlClient(path, 1).ping()
 
-    def test_a_stopped_process_is_a_timeout_not_a_hang(self, start: Callable[..., subprocess.Popen[str]], path: Path) -> None:
+    def test_a_stopped_process_is_a_timeout_not_a_hang(self, start: Callable[[], Served], path: Path) -> None:
         process = start()
-        process.send_signal(signal.SIGSTOP)
+        process.signal(signal.SIGSTOP)
         with pytest.raises(PeerTimeout):
             ControlClient(path, 0.3).status()
-        process.send_signal(signal.SIGCONT)
+        process.signal(signal.SIGCONT)
         assert ControlClient(path, 10).status().instance == "a"
 
     def test_a_full_queue_is_a_timeout_not_an_error(self, tmp_path: Path) -> None:
@@ -274,30 +268,28 @@ class TestClient:
 
 
 class TestLife:
-    def test_a_killed_server_is_replaced_on_the_same_path(self, start: Callable[..., subprocess.Popen[str]], path: Path) -> None:
+    def test_a_killed_server_is_replaced_on_the_same_path(self, start: Callable[[], Served], path: Path) -> None:
         first = start()
         first.kill()
-        first.wait()
         assert path.exists()
         with pytest.raises(PeerLost):
             ControlClient(path, 1).ping()
         second = start()
         assert ControlClient(path, 10).ping().pid == second.pid
 
-    def test_a_live_server_is_not_replaced(self, start: Callable[..., subprocess.Popen[str]], path: Path) -> None:
+    def test_a_live_server_is_not_replaced(self, start: Callable[[], Served], path: Path) -> None:
         first = start()
         with pytest.raises(SettingError, match="another KVCACHED_IPC_NAME"):
             ControlServer(path, SmallPool("a")).start()
-        first.send_signal(signal.SIGSTOP)
+        first.signal(signal.SIGSTOP)
         with pytest.raises(SettingError, match="another KVCACHED_IPC_NAME"):
             ControlServer(path, SmallPool("a")).start()
-        first.send_signal(signal.SIGCONT)
+        first.signal(signal.SIGCONT)
         assert ControlClient(path, 10).ping().pid == first.pid
 
-    def test_of_many_that_start_at_once_after_a_crash_one_wins(self, start: Callable[..., subprocess.Popen[str]], path: Path) -> None:
+    def test_of_many_that_start_at_once_after_a_crash_one_wins(self, start: Callable[[], Served], path: Path) -> None:
         first = start()
         first.kill()
-        first.wait()
         barrier = threading.Barrier(8)
         servers = [ControlServer(path, SmallPool("a")) for _ in range(8)]
 

@@ -9,11 +9,12 @@ import pty
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from control_pool import BUDGET_BYTES
+from control_pool import BUDGET_BYTES, Served
 from typer.testing import CliRunner, Result
 
 from kvcached.card import Card
@@ -24,28 +25,19 @@ from kvcached.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SERVER = str(Path(__file__).with_name("control_pool.py"))
-
 
 class Machine:
     """A run directory with pools in processes of their own."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.processes: dict[str, subprocess.Popen[str]] = {}
+        self.processes: dict[str, Served] = {}
 
     def start(self, *instances: str) -> None:
         for instance in instances:
-            command = [sys.executable, SERVER, str(self.run_dir), instance]
-            self.processes[instance] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self.processes[instance] = Served(self.run_dir, instance)
         for instance in instances:
-            stdout = self.processes[instance].stdout
-            assert stdout is not None
-            assert stdout.readline() == "ready\n"
-
-    def kill(self, instance: str) -> None:
-        self.processes[instance].kill()
-        self.processes[instance].wait()
+            self.processes[instance].wait_ready()
 
     def kvctl(self, *arguments: str, timeout: str = "10") -> Result:
         environment = {"COLUMNS": "80", "NO_COLOR": "1", "KVCACHED_RUN_DIR": str(self.run_dir), "KVCACHED_IPC_TIMEOUT": timeout}
@@ -61,15 +53,16 @@ class Machine:
 
     def close(self) -> None:
         for process in self.processes.values():
-            process.kill()
-            process.communicate(timeout=10)
+            process.close()
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
-    made = Machine(tmp_path / "run")
-    yield made
-    made.close()
+def machine() -> Iterator[Machine]:
+    """Under a short path: a socket's path may have 107 bytes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        made = Machine(Path(directory) / "run")
+        yield made
+        made.close()
 
 
 class TestList:
@@ -95,7 +88,7 @@ class TestList:
 
     def test_a_dead_pool_is_shown_as_dead_and_its_bytes_are_free(self, machine: Machine) -> None:
         machine.start("chat", "code")
-        machine.kill("chat")
+        machine.processes["chat"].kill()
         result = machine.kvctl("list")
         assert "chat (dead)" in result.stdout
         assert "leased 18 MiB" in result.stdout
@@ -213,15 +206,15 @@ class TestWhatGoesWrong:
 
     def test_a_pool_that_does_not_answer(self, machine: Machine) -> None:
         machine.start("chat")
-        machine.processes["chat"].send_signal(signal.SIGSTOP)
+        machine.processes["chat"].signal(signal.SIGSTOP)
         assert machine.kvctl("trim", "chat", timeout="0.3").exit_code == 4
         assert machine.kvctl("list").exit_code == 0
-        machine.processes["chat"].send_signal(signal.SIGCONT)
+        machine.processes["chat"].signal(signal.SIGCONT)
         assert machine.kvctl("trim", "chat").exit_code == 0
 
     def test_a_dead_pool_is_unreachable(self, machine: Machine) -> None:
         machine.start("chat")
-        machine.kill("chat")
+        machine.processes["chat"].kill()
         result = machine.kvctl("trim", "chat")
         assert (result.exit_code, "nobody answers at" in result.stderr) == (4, True)
 
@@ -243,7 +236,7 @@ class TestDelete:
 
     def test_a_dead_pool_leaves_nothing(self, machine: Machine) -> None:
         machine.start("chat", "code")
-        machine.kill("chat")
+        machine.processes["chat"].kill()
         assert endpoint_path(machine.run_dir, "chat").exists()
         result = machine.kvctl("delete", "chat")
         assert (result.exit_code, result.stdout) == (0, "chat: deleted\n")
@@ -255,11 +248,11 @@ class TestDelete:
     def test_force_ends_the_process_first(self, machine: Machine) -> None:
         machine.start("chat", "code")
         assert machine.json("delete", "chat", "--force")["deleted"] is True
-        assert machine.processes["chat"].wait(10) == -signal.SIGTERM
+        assert machine.processes["chat"].wait() == -signal.SIGTERM
         assert [pool["instance"] for pool in machine.json("list")["cards"][0]["pools"]] == ["code"]
 
     def test_force_gives_up_on_a_process_that_does_not_end(self, machine: Machine) -> None:
         machine.start("chat")
-        machine.processes["chat"].send_signal(signal.SIGSTOP)
+        machine.processes["chat"].signal(signal.SIGSTOP)
         result = machine.kvctl("delete", "chat", "--force", timeout="0.3")
         assert (result.exit_code, "still alive" in result.stderr) == (4, True)
