@@ -112,7 +112,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _leave(self, ids, in_flight):
         self.owned -= set(ids)
-        if in_flight:
+        if in_flight and self.step > self.completed:
             self.busy_until.update({GEOMETRY.page_of(block): self.step for block in ids})
 
     @rule(target=blocks, ids=consumes(prefixes))

@@ -159,6 +159,21 @@ def test_cached_blocks_are_evicted_only_when_nothing_else_is_left(port):
     must_be_consistent(pool)
 
 
+def test_a_refusal_is_not_asked_for_at_every_take_that_the_cache_can_serve(port):
+    asked = []
+    port.room_pages = 2
+    pool = make(port, press=lambda wanted_bytes, deadline_s: asked.append(wanted_bytes) or 0, refusal_pause_s=3600)
+    ids = [block for first, count in pool.take(8) for block in range(first, first + count)]
+    pool.give_cached(ids, -1, last_use=1)
+    for _ in range(8):
+        pool.take(1)
+    assert len([call for call in port.calls if call[0] == "map"]) == 2
+    assert asked == []  # the own cache goes before anyone else's memory
+    with pytest.raises(PoolExhausted):
+        pool.take(1)
+    assert asked == [PAGE]
+
+
 def test_the_bound_of_the_prefix_cache_holds(port):
     pool = make(port, max_cached_blocks=3)
     evicted = []

@@ -87,6 +87,12 @@ class Owner:
             prepare_run_dir(self._settings.run_dir, self._settings.run_group)
             self.control.ensure_bound()
 
+    def rest(self) -> int:
+        """The engine goes to sleep: everything that is empty leaves now, the pinned page apart. Returns bytes."""
+        given_bytes = self.pool.shrink(self.pool.geometry.pages) + self.pool.trim_handles()
+        self.pool.report()
+        return given_bytes
+
     def close(self) -> None:
         """Refuse control calls, stop the keeper, give everything back. A second call does nothing."""
         if self.control is not None:

@@ -39,9 +39,13 @@ NOTHING_IN_FLIGHT: Final = NO_MARKER
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """How a pool behaves. Pages and blocks are counts; `max_cached_blocks` < 0 is unlimited."""
+    """How a pool behaves. Pages and blocks are counts; `max_cached_blocks` < 0 is unlimited.
+
+    `refusal_pause_s`: after a refusal, takes that cached blocks can serve do not ask the card again for so long.
+    """
 
     grow_deadline_s: float = 0.25
+    refusal_pause_s: float = 0.05
     large_run_pages: int = 1
     stranded_fraction: float = 0.05
     max_cached_blocks: int = -1
@@ -82,6 +86,7 @@ class Pool:
         self._failed: StateUnknown | None = None
         self._closed = False
         self._last_refusal = ""
+        self._refused_until_s = 0.0
         self._adopt(adopted_pages)
 
     def _adopt(self, pages: int) -> None:
@@ -121,10 +126,13 @@ class Pool:
             return ranges
 
     def _take_cold(self, blocks: int, ranges: Ranges | None) -> Ranges:
+        """Grow, then evict what is cached here; others are pressed only when that would not be enough."""
         if ranges is not None:
             self._ledger.give(ranges, NOTHING_IN_FLIGHT)
         self._refuse()
-        self.grow(blocks - self._ledger.available())
+        can_evict = self._ledger.available() + self._ledger.cached_blocks >= blocks
+        if not can_evict or time.monotonic() >= self._refused_until_s:
+            self.grow(blocks - self._ledger.available(), urgent=not can_evict)
         missing = blocks - self._ledger.available()
         if missing > 0:
             self._evict(self._ledger.victims_for_blocks(missing))
@@ -239,6 +247,7 @@ class Pool:
         if outcome is None or outcome.verdict is Verdict.DONE:
             return None
         self._last_refusal = outcome.reason
+        self._refused_until_s = time.monotonic() + self.options.refusal_pause_s
         return outcome
 
     def _run_pages(self, pages: int) -> int:
