@@ -157,7 +157,9 @@ class Ledger:
         for page, blocks in pieces.items():
             table.owned[page] ^= blocks
             table.markers[page] = max(marker, table.markers[page])
-            if table.states[page] != QUARANTINED:
+            if table.is_lost(page):
+                table.lost_owned_blocks -= blocks.bit_count()
+            else:
                 table.cached[page] |= blocks
         table.largest_marker = max(marker, table.largest_marker)
         self._cache.add([block for block in ids if not table.is_lost(table.page_of(block))] if table.lost else ids, last_use, cost)
@@ -221,16 +223,24 @@ class Ledger:
         self._planner.settle_shrink(plan, released, quarantined)
 
     def pin(self, page: int) -> None:
-        """Never unmap this page."""
+        """Never unmap this page. Raises `Misuse` for one outside the range."""
+        self._require_page(page)
         self._table.pinned.add(page)
+
+    def _require_page(self, page: int) -> None:
+        if not 0 <= page < self._table.none:
+            raise Misuse(f"page {page} is not a page of this pool (0 to {self._table.none - 1})")
 
     def quarantine(self, pages: Iterable[int]) -> list[int]:
         """Nobody knows whether these pages are mapped. Owned blocks stay owned and never become free; cached ones are lost and returned."""
         table = self._table
         lost: list[int] = []
+        pages = tuple(pages)
         for page in pages:
+            self._require_page(page)
             if table.states[page] in (MAPPING, UNMAPPING, VOID):
-                raise Misuse(f"page {page} is {PageState(table.states[page]).name}: name it when its plan is settled")
+                raise Misuse(f"page {page} is {PageState(table.states[page]).name}; only the plan that it is in can say what became of it")
+        for page in pages:
             blocks = table.cached_on(page)
             if blocks:
                 table.cached[page] = 0

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvcached.core.pages import PageTable
 
 COMPACT_AT_LEAST: Final = 1024
-DENSE_LIFE: Final = 2.0
+DENSE_LIFE: Final = 1.0
 
 CachedBlock = tuple[int, float, int, int]
 """(last use, cost, sequence, block): sorts as blocks go, coldest first, then cheapest, then first come."""
@@ -43,12 +43,13 @@ class CacheIndex:
     one that the dictionary holds.
     """
 
-    __slots__ = ("_block_heap", "_page_heap", "_sequence", "_table", "_turnover", "blocks", "born", "costs", "worths")
+    __slots__ = ("_block_heap", "_page_heap", "_scale", "_sequence", "_table", "_turnover", "blocks", "born", "costs", "worths")
 
     def __init__(self, table: PageTable) -> None:
         self._table = table
         self._sequence = 0
         self._turnover: float = 0  # cost of all blocks that had to go so far
+        self._scale = 1  # cached blocks, within a factor of two: one turnover of the whole cache
         self._block_heap: list[CachedBlock] = []
         self._page_heap: list[PageWorth] = []
         self.blocks: dict[int, CachedBlock] = {}
@@ -88,12 +89,21 @@ class CacheIndex:
         self._compact()
 
     def _worth(self, page: int) -> float:
-        return self.born[page] + DENSE_LIFE * len(self.blocks) / self._table.page_limit * self.costs[page]
+        return self.born[page] + DENSE_LIFE * self._scale / self._table.page_limit * self.costs[page]
 
     def _rate(self, page: int, latest_use: int) -> None:
         entry = (self._worth(page), latest_use, page)
         self.worths[page] = entry
         heappush(self._page_heap, entry)
+
+    def _rescale(self) -> None:
+        """Rate all pages anew once the cache has doubled or halved: seldom, and worths are comparable in between."""
+        if self._scale <= 2 * len(self.blocks) <= 4 * self._scale:
+            return
+        self._scale = max(1, len(self.blocks))
+        self._page_heap.clear()
+        for page, entry in self.worths.items():
+            self._rate(page, entry[1])
 
     def _compact(self) -> None:
         if len(self._block_heap) > COMPACT_AT_LEAST + 2 * len(self.blocks):
@@ -116,6 +126,7 @@ class CacheIndex:
 
     def least_worth(self, blocks: int) -> list[int]:
         """Up to `blocks` cached blocks, page by page in order of worth, the coldest of the last page first. They stay cached."""
+        self._rescale()
         chosen: list[int] = []
         seen: list[PageWorth] = []
         while len(chosen) < blocks and self._page_heap:
@@ -138,6 +149,7 @@ class CacheIndex:
 
     def cheapest_runs(self, pages: int) -> list[int]:
         """Cached blocks of the runs that are worth least per page, until `pages` pages are empty or no run is left. They stay cached."""
+        self._rescale()
         table = self._table
         firsts = {table.run_first[page] for page in self.worths if not table.owned[page]}
         candidates = [run for first in firsts if (run := self._emptying(first)) is not None]
