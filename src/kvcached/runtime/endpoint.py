@@ -125,7 +125,7 @@ class SocketFile:
             is_socket = stat.S_ISSOCK(os.lstat(self.path).st_mode)
         except FileNotFoundError:
             return
-        if not is_socket:
+        if not is_socket or is_live(self.path):
             raise SettingError(
                 f"{self.path} is in use by another engine of the same name; give this one another KVCACHED_IPC_NAME, or end the other"
             )
