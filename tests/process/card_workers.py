@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import random
@@ -42,6 +43,7 @@ class Plan:
     budget: int = BUDGET
     floor: int = 0
     endpoint: str = ""
+    listens: bool = True
     settle_s: float = 0.0
     heartbeat_s: float = 0.0
     group_mode: bool = False
@@ -150,11 +152,10 @@ class Servant:
     def __init__(self, connection: Connection, plan: Plan) -> None:
         self.connection = connection
         self.plan = plan
-        if plan.endpoint:
-            self.socket = socket.socket(socket.AF_UNIX)
         self.card = self.open()
         self.entry = self.register(plan.instance)
-        if plan.endpoint:
+        if plan.endpoint and plan.listens:
+            self.socket = socket.socket(socket.AF_UNIX)
             self.socket.bind(plan.endpoint)
             self.socket.listen()
         if plan.heartbeat_s:
@@ -271,6 +272,9 @@ class Servant:
         met = [_name_of_error(call) for call in calls]
         entry = self.open().register(EntrySpec(Kind.KV, "child of its own"))
         met.append(f"own card: {entry.lease(BUDGET, owned=True).grantable_bytes}")
+        del self.card, self.entry, calls
+        gc.collect()
+        met.append(f"without the parent's: {entry.lease(1, owned=True).grantable_bytes}")
         return met
 
     def remove_run_dir(self) -> None:

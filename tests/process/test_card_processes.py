@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import socket
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,6 +18,7 @@ from kvcached.errors import PeerRefused, SettingError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to change namespaces and users")
 
@@ -110,7 +111,7 @@ def test_a_forked_child_has_no_card_and_its_end_leaves_the_parents_alone(run_dir
     mine = enter(observer)
     with workers(Plan(run_dir, "parent")) as (parent,):
         assert parent.call("lease", 30).granted
-        assert parent.call("fork", close_all=close_all) == ["Misuse"] * 8 + ["own card: 70"]
+        assert parent.call("fork", close_all=close_all) == ["Misuse"] * 8 + ["own card: 70", "without the parent's: 70"]
         assert leases(observer)["parent"] == 30
         assert mine.lease(BUDGET, owned=True).grantable_bytes == 70
         assert parent.call("lease", 1).granted
@@ -250,18 +251,51 @@ def test_a_hundred_starts_and_kills_leave_nothing_after_the_janitor(run_dir: Pat
     assert list(run_dir.iterdir()) == []
 
 
-def test_a_dead_processs_socket_goes_but_a_live_one_of_the_same_owner_stays(run_dir: Path, observer: Card) -> None:
+def test_the_socket_of_a_dead_process_goes_with_its_entry(run_dir: Path, observer: Card) -> None:
     mine = enter(observer)
-    shared = str(run_dir / "owner.sock")
-    with workers(Plan(run_dir, "owner", endpoint=shared)) as (owner,):
-        observer.register(EntrySpec(Kind.OTHER, "mapper", endpoint=shared)).close()
+    path = run_dir / "owner.sock"
+    with workers(Plan(run_dir, "owner", endpoint=str(path))) as (owner,):
+        assert owner.call("lease", 10).granted
+        owner.kill()
+        assert path.exists()
         assert mine.lease(BUDGET, owned=True).granted
-        assert Path(shared).exists()
-        mine.unlease(BUDGET)
-        owner.call("lease", 10)
+        assert not path.exists()
+
+
+def test_the_socket_of_a_live_owner_stays_when_its_mapper_dies(run_dir: Path, observer: Card) -> None:
+    mine = enter(observer)
+    path = run_dir / "owner.sock"
+    with socket.socket(socket.AF_UNIX) as owner, workers(Plan(run_dir, "mapper", endpoint=str(path), listens=False)) as (mapper,):
+        owner.bind(str(path))
+        owner.listen()
+        assert mapper.call("lease", 10).granted
+        mapper.kill()
+        assert mine.lease(BUDGET, owned=True).granted
+        assert path.exists()
+
+
+def test_a_socket_stays_while_another_live_entry_names_it(run_dir: Path, observer: Card) -> None:
+    mine = enter(observer)
+    path = run_dir / "owner.sock"
+    plans = [Plan(run_dir, name, endpoint=str(path), listens=False) for name in ("rank 0", "rank 1")]
+    with socket.socket(socket.AF_UNIX) as owner, workers(*plans) as (first, second):
+        owner.bind(str(path))
+        for worker, stays in ((first, True), (second, False)):
+            assert worker.call("lease", 10).granted
+            worker.kill()
+            assert mine.lease(BUDGET, owned=True).granted
+            assert path.exists() is stays
+            mine.unlease(BUDGET)
+
+
+def test_a_socket_outside_the_run_directory_is_not_ours_to_remove(run_dir: Path, tmp_path: Path, observer: Card) -> None:
+    mine = enter(observer)
+    path = tmp_path / "outside.sock"
+    with workers(Plan(run_dir, "owner", endpoint=str(path))) as (owner,):
+        assert owner.call("lease", 10).granted
         owner.kill()
         assert mine.lease(BUDGET, owned=True).granted
-        assert not Path(shared).exists()
+        assert path.exists()
 
 
 @pytest.mark.root

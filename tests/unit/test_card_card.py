@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvcached.card import NO_LIMIT_BYTES, Card, CardIdentity, Entry, EntrySpec, Kind, Refusal, Usage
-from kvcached.card.record import HEADER_BYTES, SLOT_BYTES, SLOTS, Record, encode_slot
+from kvcached.card.record import HEADER_BYTES, SLOT_BYTES, SLOTS, Header, Record, encode_slot, new_header
+from kvcached.card.segment import Access, Segment, open_or_create
 from kvcached.errors import Misuse, PeerLost, PeerRefused, PeerTimeout, SettingError
 
 if TYPE_CHECKING:
@@ -511,3 +512,18 @@ def test_threads_of_one_process_exclude_each_other(card: Card) -> None:
         list(threads.map(work, entries * 2))
     assert max(seen) <= 100
     assert [entry.lease_bytes for entry in entries] == [0, 0, 0]
+
+
+def test_of_two_that_make_the_file_at_once_the_first_wins(run_dir: Path) -> None:
+    path, access, header = run_dir / "x.card", Access(group=False), new_header(IDENTITY, 100, 0)
+    first: list[Segment] = []
+
+    def make_late() -> Header:
+        first.append(open_or_create(path, access, lambda: header))
+        return header._replace(budget_bytes=7)
+
+    second = open_or_create(path, access, make_late)
+    assert second.file is first[0].file
+    assert second.is_current()
+    assert second.header().budget_bytes == 100
+    assert [entry.name for entry in run_dir.iterdir()] == ["x.card"]
