@@ -40,21 +40,18 @@ kvc_error Arena::create(Backend &backend, const kvc_arena_config &config, std::u
   const kvc_error error = arena->serially([&] {
     const Result reserved = backend.reserve(arena->range_bytes_, &arena->base_);
     if (!reserved.ok()) return failed(backend, reserved);
-    const kvc_error zero = arena->open_zero();
+    kvc_error zero;
+    try {
+      zero = arena->open_zero();
+    } catch (const std::bad_alloc &) { // before its first driver call
+      backend.free_range(arena->base_, arena->range_bytes_);
+      throw;
+    }
     if (zero.status != KVC_OK) backend.free_range(arena->base_, arena->range_bytes_);
     return zero;
   });
   if (error.status == KVC_OK) out = std::move(arena);
   return error;
-}
-
-// One thread at a time, with the device current.
-template <class Work>
-kvc_error Arena::serially(Work work) {
-  Lock guard(lock_);
-  Current current(backend_);
-  if (!current.result().ok()) return failed(backend_, current.result());
-  return work();
 }
 
 kvc_arena_stats Arena::stats() {
@@ -131,49 +128,6 @@ void Arena::handle_back(Handle handle, uint64_t bytes) noexcept {
 void Arena::handle_lost(Handle handle, uint64_t bytes) noexcept {
   lost_.push_back({handle, bytes}); // room was made before the batch began
   stats_.quarantined_bytes += bytes;
-}
-
-// ---- zero backing ---------------------------------------------------------------------------------------------------
-
-bool Arena::reads_zero(uint64_t page) const {
-  return backing_ == KVC_ZERO_ALL || (backing_ == KVC_ZERO_USED && table_.used(page));
-}
-
-kvc_error Arena::open_zero() {
-  if (backing_ == KVC_ZERO_NEVER) return success();
-  const uint64_t pages = backing_ == KVC_ZERO_ALL ? table_.pages() : 0;
-  Journal journal(backend_, 1, pages * planes_ + 1);
-  Spans spans(pages * planes_);
-  lost_.reserve(1);
-  Result result = journal.create(0, page_bytes_, &zero_);
-  if (result.ok() && pages != 0) result = zero(journal, 0, kvc_run{0, pages}, spans);
-  if (result.ok()) result = spans.set_access(backend_, Access::read_only);
-  if (!result.ok()) {
-    const kvc_error error = failed(backend_, result);
-    return journal.rollback(*this) ? error : not_undone(error);
-  }
-  stats_.zero_bytes = page_bytes_;
-  return success();
-}
-
-Result Arena::zero(Journal &journal, size_t index, const kvc_run &run, Spans &spans) {
-  for (uint32_t plane = 0; plane < planes_; ++plane)
-    for (uint64_t page = run.first; page < run.first + run.count; ++page) {
-      const Result result = journal.map(index, address(page, plane), page_bytes_, zero_);
-      if (!result.ok()) return result;
-      spans.add(address(page, plane), page_bytes_);
-    }
-  return Result{};
-}
-
-Result Arena::unzero(Journal &journal, size_t index, const kvc_run &run) {
-  for (uint32_t plane = 0; plane < planes_; ++plane)
-    for (uint64_t page = run.first; page < run.first + run.count; ++page) {
-      if (!reads_zero(page)) continue;
-      const Result result = journal.unmap(index, address(page, plane), page_bytes_, zero_, Access::read_only);
-      if (!result.ok()) return result;
-    }
-  return Result{};
 }
 
 // ---- handles --------------------------------------------------------------------------------------------------------
@@ -401,59 +355,6 @@ kvc_error Arena::unmap(const kvc_run *runs, size_t count, bool keep) {
   return serially([&] {
     const kvc_error outcome = take_off(runs, count);
     return outcome.status == KVC_OK ? let_go(runs, count, keep) : outcome;
-  });
-}
-
-// ---- the end --------------------------------------------------------------------------------------------------------
-
-Result Arena::release_run(const kvc_run &run) {
-  Result first;
-  for (uint32_t plane = 0; plane < planes_; ++plane) {
-    const Result result = backend_.release(table_.handle(run.first, plane), class_bytes(run.count));
-    if (first.ok()) first = result;
-  }
-  return first;
-}
-
-Result Arena::take_down(const kvc_run &run) {
-  Result first;
-  for (uint32_t plane = 0; plane < planes_; ++plane) {
-    const Result result = backend_.unmap(address(run.first, plane), class_bytes(run.count));
-    if (first.ok()) first = result;
-  }
-  const Result released = release_run(run);
-  return first.ok() ? released : first;
-}
-
-Result Arena::take_down_zeros() {
-  Result first;
-  for (uint64_t page = 0; page < table_.pages(); ++page) {
-    const PageState state = table_.state(page);
-    if (!reads_zero(page) || (state != PageState::unmapped && state != PageState::prepared)) continue;
-    for (uint32_t plane = 0; plane < planes_; ++plane) {
-      const Result result = backend_.unmap(address(page, plane), page_bytes_);
-      if (first.ok()) first = result;
-    }
-  }
-  return first;
-}
-
-kvc_error Arena::destroy() {
-  return serially([&] {
-    Result first;
-    const auto note = [&](const Result &result) {
-      if (first.ok() && !backend_.gone(result.code)) first = result;
-    };
-    table_.each(PageState::mapped, [&](const kvc_run &run) { note(take_down(run)); });
-    table_.each(PageState::quarantined, [&](const kvc_run &run) { take_down(run); }); // as far as the driver lets us
-    if (backing_ != KVC_ZERO_NEVER) note(take_down_zeros());
-    table_.each(PageState::prepared, [&](const kvc_run &run) { note(release_run(run)); });
-    for (auto &entry : cache_)
-      for (const Handle handle : entry.second) note(backend_.release(handle, class_bytes(entry.first)));
-    for (const Lost &lost : lost_) backend_.release(lost.handle, lost.bytes);
-    if (stats_.zero_bytes != 0) note(backend_.release(zero_, page_bytes_));
-    note(backend_.free_range(base_, range_bytes_));
-    return first.ok() ? success() : failed(backend_, first);
   });
 }
 

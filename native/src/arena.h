@@ -64,6 +64,7 @@ class Arena final : private Salvage {
   kvc_error let_go(const kvc_run *runs, size_t count, bool keep);
   Result release_run(const kvc_run &run);
   Result take_down(const kvc_run &run);
+  void clear(const kvc_run &run);
   Result take_down_zeros();
 
   void handle_back(Handle handle, uint64_t bytes) noexcept override;
@@ -89,5 +90,14 @@ class Arena final : private Salvage {
   std::vector<Lost> lost_;
   kvc_arena_stats stats_{};
 };
+
+// One thread at a time, with the device current.
+template <class Work>
+kvc_error Arena::serially(Work work) {
+  Lock guard(lock_);
+  Current current(backend_);
+  if (!current.result().ok()) return failed(backend_, current.result());
+  return work();
+}
 
 } // namespace kvc

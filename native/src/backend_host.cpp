@@ -4,10 +4,13 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cinttypes>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
+#include <mutex>
 
 #include "host_card.h"
 
@@ -17,7 +20,54 @@ namespace {
 constexpr int kReservedFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 constexpr const char *kCallNames[KVC_CALL_KINDS] = {"mmap (reserve)", "take capacity", "mmap", "mprotect", "mmap (unmap)", "fallocate", "munmap"};
 
+constexpr size_t kSpares = 4;
+
 void *pointer(uint64_t address) { return reinterpret_cast<void *>(address); }
+
+bool put(uint64_t address, uint64_t bytes, int flags, int file, uint64_t offset) {
+  return mmap(pointer(address), bytes, PROT_NONE, flags | MAP_FIXED, file, static_cast<off_t>(offset)) != MAP_FAILED;
+}
+
+// A few map entries kept for bad times. When the kernel's table is full it refuses even the mmap() that would make it
+// shorter; giving up a spare entry for that moment lets an undo or an unmap go through.
+class SpareEntries {
+ public:
+  SpareEntries() { refill(); }
+  ~SpareEntries() { drop(); }
+  SpareEntries(const SpareEntries &) = delete;
+  SpareEntries &operator=(const SpareEntries &) = delete;
+
+  // Runs `work` again with the spares given up. If they cannot be had back afterwards, `revert` takes back what it did;
+  // a revert that returns false leaves it. False: it did not work or was taken back, and errno is set.
+  template <class Work, class Revert>
+  bool help(Work work, Revert revert) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    drop();
+    const bool worked = work();
+    const int error = worked ? ENOMEM : errno;
+    if (refill() || !worked) return errno = error, worked;
+    drop(); // else there is no entry for going back
+    const bool kept = !revert();
+    refill();
+    return errno = error, kept;
+  }
+
+ private:
+  // Shared mappings of nothing, each of its own: the kernel cannot merge them with a neighbour.
+  bool refill() {
+    for (void *&spare : spares_)
+      if (spare == MAP_FAILED) spare = mmap(nullptr, 4096, PROT_NONE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return std::none_of(std::begin(spares_), std::end(spares_), [](void *spare) { return spare == MAP_FAILED; });
+  }
+  void drop() {
+    for (void *&spare : spares_) {
+      if (spare != MAP_FAILED) munmap(spare, 4096);
+      spare = MAP_FAILED;
+    }
+  }
+  std::mutex mutex_;
+  void *spares_[kSpares] = {MAP_FAILED, MAP_FAILED, MAP_FAILED, MAP_FAILED};
+};
 
 class HostBackend final : public Backend {
  public:
@@ -72,9 +122,12 @@ class HostBackend final : public Backend {
     return error == 0 ? Result{} : failure(KVC_CALL_RELEASE, error, bytes);
   }
 
+  // In good times the spares stay untouched by map(): if they cannot be had back afterwards, the table is full.
   Result map(uint64_t address, uint64_t bytes, Handle handle) override {
-    void *at = mmap(pointer(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, card_.memory(), static_cast<off_t>(handle));
-    return at == MAP_FAILED ? failure(KVC_CALL_MAP, errno, bytes) : Result{};
+    const auto work = [&] { return put(address, bytes, MAP_SHARED, card_.memory(), handle); };
+    const auto revert = [&] { return put(address, bytes, kReservedFlags, -1, 0); };
+    if (work() || (errno == ENOMEM && spares_.help(work, revert))) return Result{};
+    return failure(KVC_CALL_MAP, errno, bytes);
   }
 
   // A forked child does not inherit the mapping, as it would not inherit a GPU's.
@@ -85,8 +138,9 @@ class HostBackend final : public Backend {
   }
 
   Result unmap(uint64_t address, uint64_t bytes) override {
-    void *at = mmap(pointer(address), bytes, PROT_NONE, kReservedFlags | MAP_FIXED, -1, 0);
-    return at == MAP_FAILED ? failure(KVC_CALL_UNMAP, errno, bytes) : Result{};
+    const auto work = [&] { return put(address, bytes, kReservedFlags, -1, 0); };
+    if (work() || (errno == ENOMEM && spares_.help(work, [] { return false; }))) return Result{};
+    return failure(KVC_CALL_UNMAP, errno, bytes);
   }
 
   Result failure(kvc_call kind, int code, uint64_t bytes) const override {
@@ -105,6 +159,7 @@ class HostBackend final : public Backend {
 
  private:
   HostCard &card_;
+  SpareEntries spares_;
   kvc_device_info info_{};
 };
 

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Run(NamedTuple):
@@ -128,6 +130,6 @@ class Device(Protocol):
         """Make the `nth` next call of a kind fail (0 clears); `code` 0 is the driver's own out of memory."""
 
     def calls(self) -> dict[Call, int]:
-        """Driver calls made so far."""
+        """Driver calls that succeeded so far."""
 
     def close(self) -> None: ...

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract program: every rule of kvcached.h, on the host backend and on CUDA and HIP over stub drivers, under sanitizers."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KIB = 1024
+
+
+def run_contract(programs: Path, tmp_path: Path, backend: str, granularity_bytes: int) -> None:
+    where = tmp_path if backend == "host" else programs / f"libstub_{backend}.so"
+    done = subprocess.run(
+        [programs / "contract", backend, where, str(granularity_bytes)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("all hold\n")
+
+
+@pytest.mark.parametrize("backend", ["host", "cuda", "hip"])
+def test_contract_under_sanitizers(sanitized_programs: Path, tmp_path: Path, backend: str) -> None:
+    run_contract(sanitized_programs, tmp_path, backend, 64 * KIB)
+
+
+@pytest.mark.parametrize("granularity_kib", [2048, 4096])
+@pytest.mark.parametrize("backend", ["host", "cuda", "hip"])
+def test_contract_for_other_granularities(programs: Path, tmp_path: Path, backend: str, granularity_kib: int) -> None:
+    run_contract(programs, tmp_path, backend, granularity_kib * KIB)
+
+
+def test_contract_program_can_fail(programs: Path, tmp_path: Path) -> None:
+    """Two runs on one card get into each other's way, and the program says so."""
+    (tmp_path / "kvcached-host-0.capacity").write_bytes(b"not a capacity file, but long enough to be one")
+    done = subprocess.run([programs / "contract", "host", tmp_path], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    assert "not one of ours" in done.stderr
