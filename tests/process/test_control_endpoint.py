@@ -355,6 +355,22 @@ class TestLife:
             assert server.stop() is True
         assert threading.active_count() == before
 
+    def test_stop_ends_the_accepting_thread_while_a_request_still_has_the_only_place(self, path: Path) -> None:
+        pool = SlowPool("a")
+        server = ControlServer(path, pool, max_connections=1)
+        server.start()
+        with ThreadPoolExecutor(1) as executor:
+            running = executor.submit(ControlClient(path, 20).status)
+            assert pool.entered.wait(10)
+            assert server.stop(timeout_s=0.1) is False
+            accepting = [thread for thread in threading.enumerate() if thread.name == "kvcached-control"]
+            for thread in accepting:
+                thread.join(5)
+            still_there = [thread for thread in accepting if thread.is_alive()]
+            pool.release.set()
+            assert running.result(20).instance == "a"
+        assert still_there == []
+
     def test_stop_leaves_a_successors_socket_alone(self, tmp_path: Path, path: Path) -> None:
         first = ControlServer(path, SmallPool("a"))
         first.start()

@@ -245,6 +245,15 @@ class TestDelete:
         assert machine.kvctl("delete", "chat").exit_code == 3
         assert machine.client("code").ping().instance == "code"
 
+    def test_a_socket_without_any_card_is_cleared_up_too(self, machine: Machine) -> None:
+        machine.start("chat")
+        machine.processes["chat"].kill()
+        for path in machine.run_dir.glob("*.card"):
+            path.unlink()
+        path = endpoint_path(machine.run_dir, "chat")
+        assert machine.json("delete", "chat")["socket"] is True
+        assert not path.exists()
+
     def test_force_ends_the_process_first(self, machine: Machine) -> None:
         machine.start("chat", "code")
         assert machine.json("delete", "chat", "--force")["deleted"] is True
