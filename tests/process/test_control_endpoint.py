@@ -13,8 +13,10 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -28,7 +30,6 @@ from kvcached.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -478,12 +479,16 @@ class TestWhoMay:
             prepare_run_dir(run_dir)
         prepare_run_dir(run_dir, group=4243)
 
+    @pytest.fixture
+    def open_directory(self) -> Iterator[Path]:
+        """Outside pytest's own directory, which every other pytest run that starts closes to other users again."""
+        with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+            Path(directory).chmod(0o755)
+            yield Path(directory)
+
     @pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
-    def test_other_users_are_refused_and_members_of_the_group_are_not(self, tmp_path: Path) -> None:
-        for directory in (tmp_path, *tmp_path.parents):
-            if directory.stat().st_uid == os.getuid() and directory.stat().st_mode & 0o001 == 0:
-                directory.chmod(directory.stat().st_mode | 0o011)
-        run_dir = tmp_path / "run"
+    def test_other_users_are_refused_and_members_of_the_group_are_not(self, open_directory: Path) -> None:
+        run_dir = open_directory / "run"
         path = endpoint_path(run_dir, "a")
         with ControlServer(path, SmallPool("a"), group=4243):
             assert stat.S_IMODE(path.stat().st_mode) == 0o660
