@@ -14,7 +14,7 @@ import pytest
 from card_workers import BUDGET, IDENTITY, TIMEOUT_S, Plan, Worker, start, workers
 
 from kvcached.card import Card, CardSnapshot, Entry, EntrySpec, Kind, Refusal
-from kvcached.errors import PeerRefused, SettingError
+from kvcached.errors import PeerLost, PeerRefused, SettingError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -335,6 +335,23 @@ def test_two_users_of_one_group_share_a_card(tmp_path: Path) -> None:
         a.kill()
         eventually(lambda: b.call("lease", BUDGET).granted, within_s=5.0)
     stranger = start(Plan(run_dir, "stranger", uid=4003, gid=4003, group_mode=True))
-    with pytest.raises(Exception, match="cannot open the card's file"):
+    with pytest.raises(PeerLost, match="cannot open the card's file"):
         stranger.answer()
     stranger.kill()
+
+
+@pytest.mark.root
+@ROOT_ONLY
+def test_a_file_that_one_may_only_read_is_shown_but_not_used(tmp_path: Path) -> None:
+    for parent in [tmp_path, *tmp_path.parents[:2]]:
+        parent.chmod(parent.stat().st_mode | 0o011)
+    run_dir = tmp_path / "run"
+    with Card.open(run_dir, IDENTITY, budget_bytes=BUDGET, settle_s=0) as card:
+        entry = enter(card)
+        run_dir.chmod(0o755)
+        card.snapshot().path.chmod(0o644)
+        reader = start(Plan(run_dir, "reader", uid=4003, gid=4003))
+        with pytest.raises(PeerLost, match="cannot open the card's file"):
+            reader.answer()
+        reader.kill()
+        assert entry.lease(BUDGET, owned=True).granted

@@ -220,9 +220,9 @@ def test_one_who_waits_goes_first_until_it_stops_asking(card: Card, clock: Clock
     a, b = card.register(spec("a")), card.register(spec("b"))
     assert granted(a, 90)
     assert not granted(b, 30, want=True)
-    assert (b.record.wanted_bytes, b.record.ticket) == (30, 1)
+    assert b.record.wanted_bytes == 30
     assert a.lease(5, owned=True, want=True).refusal is Refusal.TURN
-    assert a.record.ticket == 2
+    assert a.record.ticket > b.record.ticket > 0
     a.unlease(20)
     assert not granted(a, 1)
     assert granted(b, 30)
@@ -245,11 +245,12 @@ def test_a_ticket_keeps_its_place_when_its_holder_asks_again(card: Card) -> None
     assert not granted(a, 30, want=True)
     assert not granted(b, 30, want=True)
     assert not granted(a, 20, want=True)
-    assert (a.record.ticket, a.record.wanted_bytes, b.record.ticket) == (1, 20, 2)
+    assert a.record.wanted_bytes == 20
+    assert 0 < a.record.ticket < b.record.ticket
     c.unlease(30)
     assert not granted(b, 30, want=True)
     assert granted(a, 10)
-    assert (a.record.ticket, a.record.wanted_bytes) == (1, 10)
+    assert a.record.wanted_bytes == 10
     assert granted(a, 10)
     assert a.record.ticket == 0
 

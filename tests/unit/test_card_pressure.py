@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcached.card.pressure import Demand, Source, demands, giveable_bytes
@@ -56,6 +56,7 @@ def pools(draw: st.DrawFn) -> Record:
     return pool(sum(parts), floor=draw(st.integers(0, 60)), weight=draw(st.sampled_from([0.5, 1.0, 2.0])), owned_bytes=own, **usage)
 
 
+@settings(deadline=None)
 @given(st.lists(pools(), min_size=1, max_size=6), st.integers(1, 300))
 def test_nobody_gives_owned_blocks_or_a_cached_floor_and_all_that_can_be_given_is(records: list[Record], wanted: int) -> None:
     plan = demands(records, 0, wanted, 500)

@@ -62,12 +62,13 @@ def decoded(raw: bytearray) -> Record:
     return decode_slot(bytes(raw), 0, SLOT_BYTES)
 
 
+@settings(deadline=None)
 @given(records())
 def test_a_record_reads_as_written(record: Record) -> None:
     assert decoded(slot_with(record)) == record
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(records(), records(), st.integers(0, (1 << 64) - 3), st.randoms(use_true_random=False))
 def test_a_write_torn_at_any_byte_leaves_the_old_or_the_new_record(old: Record, new: Record, sequence: int, random: object) -> None:
     older, old, new = (record._replace(sequence=sequence + step) for step, record in enumerate((new, old, new)))
@@ -82,6 +83,7 @@ def test_a_write_torn_at_any_byte_leaves_the_old_or_the_new_record(old: Record, 
     assert decoded(forwards) == new
 
 
+@settings(deadline=None)
 @given(records(), records(), st.data())
 def test_a_write_that_arrives_in_pieces_leaves_the_old_or_the_new_record(old: Record, new: Record, data: st.DataObject) -> None:
     older, old, new = (record._replace(sequence=4 + step) for step, record in enumerate((new, old, new)))
@@ -111,6 +113,7 @@ def test_the_copy_with_the_higher_sequence_counts() -> None:
     assert decoded(slot_with(new, old)) == new
 
 
+@settings(deadline=None)
 @given(st.integers(0, 427), st.integers(1, 255))
 def test_a_changed_byte_in_the_newer_copy_falls_back_to_the_older(index: int, flip: int) -> None:
     old, new = (Record(sequence=sequence, kind=Kind.KV, lease_bytes=sequence) for sequence in (6, 7))

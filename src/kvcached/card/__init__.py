@@ -5,6 +5,7 @@ from kvcached.card.budget import Refusal
 from kvcached.card.card import Card
 from kvcached.card.entry import Entry, LeaseResult
 from kvcached.card.record import NO_LIMIT_BYTES, CardIdentity, EntrySpec, Kind, Usage
+from kvcached.card.together import lease_together
 from kvcached.card.view import CardSnapshot, EntryView
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "LeaseResult",
     "Refusal",
     "Usage",
+    "lease_together",
 ]

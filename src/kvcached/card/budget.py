@@ -104,8 +104,8 @@ def want_class(mine: Record, ask: Ask) -> int:
 
 
 def next_ticket(records: Iterable[Record], now_ns: int) -> int:
-    """A ticket behind all that wait."""
-    return 1 + max((record.ticket for record in records if record.waits(now_ns)), default=0)
+    """A ticket behind all that wait here. The time is in it, so that tickets of several cards compare."""
+    return max(now_ns, 1 + max((record.ticket for record in records if record.waits(now_ns)), default=0))
 
 
 def ceiling_bytes(records: Sequence[Record], slot: int, budget_bytes: int, *, owned: bool) -> int:

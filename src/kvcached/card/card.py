@@ -149,6 +149,8 @@ class Card:
                 if not held:
                     raise PeerTimeout(f"the ledger lock of {segment.path} was not free within {deadline_s} s")
                 if not segment.is_current():
+                    if time.monotonic() > end_s:
+                        raise PeerTimeout(f"{segment.path} was replaced again and again for {deadline_s} s")
                     continue
                 header, records = segment.read()
                 reclaim(segment, header, records)

@@ -70,8 +70,10 @@ class _Wish:
     lease_bytes: int
     ownable_bytes: int
     free_bytes: int | None
-    want: bool
-    keep_ticket: bool
+    want: bool = False
+    keep_ticket: bool = False
+    ask: bool = True
+    ticket: int = 0
 
     @property
     def bytes(self) -> int:
@@ -129,13 +131,15 @@ class Entry:
         nobody behind it is served before it for a second, so ask again until then or call `unwant`. A grant uses the ticket up
         unless `keep_ticket`. Raises `Misuse` for a delta that is not positive.
         """
-        return self._wish(delta_bytes, delta_bytes if owned else 0, deadline_s, want, keep_ticket)
+        self._checked()
+        free_bytes = self._home.free_bytes()  # before the lock is taken: the driver may be slow, and the others must not wait for it
+        return self._wish(_Wish(delta_bytes, delta_bytes if owned else 0, free_bytes, want, keep_ticket), deadline_s)
 
     def own(self, delta_bytes: int, *, deadline_s: float = LEASE_DEADLINE_S, want: bool = False) -> LeaseResult:
         """Let owned blocks fill `delta_bytes` more of the lease. Raises `Misuse` when the lease has no such part."""
         if delta_bytes > self.lease_bytes - self.ownable_bytes:
             raise Misuse(f"own {delta_bytes} bytes: only {self.lease_bytes - self.ownable_bytes} of the lease are not ownable yet")
-        return self._wish(0, delta_bytes, deadline_s, want, keep_ticket=False)
+        return self._wish(_Wish(0, delta_bytes, None, want), deadline_s)
 
     def unlease(self, delta_bytes: int) -> None:
         """Lower the lease, after the release has returned. Needs no lock of the card. Raises `Misuse` below zero."""
@@ -151,6 +155,13 @@ class Entry:
         self._update(
             lambda record: record._replace(ownable_bytes=record.ownable_bytes - _natural(delta_bytes, record.ownable_bytes, "disown"))
         )
+
+    def want(self, delta_bytes: int, *, owned: bool, ticket: int = 0, deadline_s: float = LEASE_DEADLINE_S) -> int:
+        """Take a place among those that wait, without asking: at `ticket` if it is given, else behind all; a place that is held
+        already is renewed. Returns the ticket, 0 when there is none and the lock was not free within the deadline."""
+        wish = _Wish(delta_bytes, delta_bytes if owned else 0, None, want=True, ask=False, ticket=ticket)
+        self._wish(wish, deadline_s)
+        return self._record.ticket
 
     def unwant(self) -> None:
         """Wait no more: give the ticket back."""
@@ -229,12 +240,10 @@ class Entry:
             raise Misuse("this entry of the card is closed")
         return self
 
-    def _wish(self, lease_bytes: int, ownable_bytes: int, deadline_s: float, want: bool, keep_ticket: bool) -> LeaseResult:
+    def _wish(self, wish: _Wish, deadline_s: float) -> LeaseResult:
         self._checked()
-        if lease_bytes < 0 or ownable_bytes < 0 or lease_bytes + ownable_bytes == 0:
-            raise Misuse(f"a lease of {lease_bytes or ownable_bytes} bytes; needed is a positive number")
-        # Measured before the lock is taken: the driver may be slow, and the others must not wait for it.
-        wish = _Wish(lease_bytes, ownable_bytes, self._home.free_bytes(), want, keep_ticket)
+        if wish.bytes <= 0:
+            raise Misuse(f"a lease of {wish.bytes} bytes; needed is a positive number")
         end_s = time.monotonic() + deadline_s
         try:
             for _ in range(_FOLLOW_ATTEMPTS):
@@ -270,6 +279,9 @@ class Entry:
         now_ns = self._home.now_ns()
         used_bytes = None if wish.free_bytes is None else header.total_bytes - wish.free_bytes - self._home.margin_bytes
         room = Room(header.budget_bytes, wish.free_bytes, header.settling(now_ns), now_ns, used_bytes)
+        if not wish.ask:
+            self._queue(wish, ask, records, now_ns)
+            return LeaseResult(False, 0, Refusal.TURN, "")
         verdict = judge(records, ask, room)
         if not verdict.granted and reclaim(segment, header, records):
             verdict = judge(records, ask, room)
@@ -285,7 +297,7 @@ class Entry:
 
     def _queue(self, wish: _Wish, ask: Ask, records: list[Record], now_ns: int) -> None:
         record = self._record
-        ticket = record.ticket if record.waits(now_ns) else next_ticket(records, now_ns)
+        ticket = wish.ticket or (record.ticket if record.waits(now_ns) else next_ticket(records, now_ns))
         self._store(
             record._replace(ticket=ticket, wanted_bytes=wish.bytes, want_class=want_class(record, ask), wanted_until_ns=now_ns + _WANT_NS)
         )

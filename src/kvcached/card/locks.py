@@ -49,6 +49,10 @@ class LockFile:
         self._guard = threading.Lock()
         self._held: set[int] = set()  # record locks do not exclude threads of one process; this does
 
+    @property
+    def is_writable(self) -> bool:
+        return fcntl.fcntl(self.fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+
     def disown(self) -> None:
         """Called in a forked child: the parent's locks are not the child's."""
         self._pid = -1

@@ -98,7 +98,7 @@ def settle_budget(segment: Segment, asked_bytes: int, total_bytes: int, *, alone
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What the janitor did. `busy`: files whose lock was not free within the deadline."""
+    """What the janitor did. `busy`: files that could not be written or whose lock was not free within the deadline."""
 
     entries: int
     files: tuple[Path, ...]
@@ -112,7 +112,10 @@ def sweep(run_dir: Path, *, remove_idle: bool, deadline_s: float, abandoned_afte
     files: list[Path] = []
     named: set[str] = set()
     for path in card_paths(run_dir):
-        segment = open_existing(path)
+        segment = _open_to_sweep(path)
+        if segment is None:
+            busy.append(path)
+            continue
         with segment.file.ledger(deadline_s) as held:
             if not held:
                 busy.append(path)
@@ -126,6 +129,15 @@ def sweep(run_dir: Path, *, remove_idle: bool, deadline_s: float, abandoned_afte
                 segment.discard()
                 files.append(path)
     return Swept(entries, (*files, *_sweep_files(run_dir, named, abandoned_after_s)), tuple(busy))
+
+
+def _open_to_sweep(path: Path) -> Segment | None:
+    """None for a file that went away or that this user may only read."""
+    try:
+        segment = open_existing(path)
+    except OSError:
+        return None
+    return segment if segment.file.is_writable else None
 
 
 def _sweep_card(segment: Segment) -> tuple[int, list[Record]]:

@@ -7,6 +7,7 @@ SIGBUS, and no hidden descriptor can drop the process's locks (see `locks`).
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -181,6 +182,8 @@ def _open_or_create_once(path: Path, access: Access, new_header: Callable[[], He
     except FileNotFoundError:
         _create(path, access, group_id, new_header())
         return None
+    if not segment.file.is_writable:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     try:
         segment.header()
     except Damaged:
