@@ -89,6 +89,30 @@ def test_surplus_beyond_the_high_mark_goes_and_an_idle_pool_keeps_nothing():
     assert world.port.trims == 1
 
 
+def test_a_block_that_stands_for_ever_is_no_work():
+    world = World(min_reserved_pages=2, max_reserved_pages=4, idle_trim_s=1.0)
+    world.pool.grow(1)
+    world.pool.take_ids([0])
+    world.pool.pin_page_of(0)
+    world.ticks(60)
+    assert world.port.mapped == 1
+    world.pool.take(1)
+    world.ticks(60)
+    assert world.port.mapped > 1
+
+
+def test_a_pool_at_rest_keeps_no_reserve_until_blocks_are_taken():
+    world = World(min_reserved_pages=4, max_reserved_pages=8, idle_trim_s=10.0)
+    world.pool.give(world.pool.take(4))
+    world.ticks(3)
+    world.keeper.rest()
+    world.ticks(3)
+    assert world.port.mapped == 0
+    world.pool.take(4)
+    world.ticks(3)
+    assert world.pool.counts().parked_pages >= 4
+
+
 def test_a_low_reserve_wakes_the_keeper():
     world = World(min_reserved_pages=4, max_reserved_pages=8)
     world.pool.take(4)

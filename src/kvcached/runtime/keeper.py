@@ -107,10 +107,14 @@ class Keeper:
 
     def _observe(self, now: float, counts: PoolCounts) -> None:
         consumed = counts.used_pages - self._last_used_pages
-        if consumed or counts.owned_blocks > 0:
+        if consumed or counts.owned_blocks > self._pool.standing_blocks:
             self._last_busy_s = now
         self._reserve.observe(max(0, consumed), max(1e-6, now - self._last_tick_s))
         self._last_used_pages, self._last_tick_s = counts.used_pages, now
+
+    def rest(self) -> None:
+        """Keep no reserve until blocks are taken again."""
+        self._last_busy_s = float("-inf")
 
     def enforce_limit(self) -> None:
         """Give back what is beyond the limit: parked pages first, then cached blocks; owned blocks stay until the engine gives them."""

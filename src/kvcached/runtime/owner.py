@@ -89,6 +89,7 @@ class Owner:
 
     def rest(self) -> int:
         """The engine goes to sleep: everything that is empty leaves now, the pinned page apart. Returns bytes."""
+        self.keeper.rest()
         given_bytes = self.pool.shrink(self.pool.geometry.pages) + self.pool.trim_handles()
         self.pool.report()
         return given_bytes

@@ -78,6 +78,7 @@ class Pool:
         self.on_low: Callable[[], None] | None = None
         self.low_mark_pages = 0
         self.misses = 0
+        self.standing_blocks = 0
         self._port = port
         self._press = press
         self._step_bytes = geometry.release_step_bytes
@@ -150,8 +151,9 @@ class Pool:
                 raise PoolExhausted(len(ids), self._ledger.available(), "blocks", "not every id asked for is free on a mapped page")
 
     def pin_page_of(self, block: int) -> None:
-        """Keep the page of `block` mapped whatever happens to its blocks."""
+        """Keep the page of `block` mapped whatever happens to its blocks. Owning this one block is no sign of work."""
         with self.lock:
+            self.standing_blocks += 1
             self._ledger.pin(self.geometry.page_of(block))
 
     def give(self, ranges: Iterable[tuple[int, int]], marker: int = NOTHING_IN_FLIGHT) -> None:
