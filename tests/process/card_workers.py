@@ -11,11 +11,13 @@ import random
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from kvcached.card import Card, CardIdentity, Entry, EntrySpec, Kind
 from kvcached.errors import KVCachedError
@@ -31,7 +33,7 @@ TIMEOUT_S = 20.0
 CLONE_NEWPID = 0x20000000
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["card_workers"])
+CONTEXT.set_forkserver_preload(["pytest", "kvcached.card", "card_workers"])  # what each worker would import anew
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ def workers(*plans: Plan) -> Iterator[list[Worker]]:
 def start(plan: Plan) -> Worker:
     ours, theirs = CONTEXT.Pipe()
     process = CONTEXT.Process(target=serve, args=(theirs, plan), daemon=True)
-    process.start()
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # the fork server is started by the first worker
+        process.start()
     theirs.close()
     return Worker(process, ours, process.pid or 0)
 

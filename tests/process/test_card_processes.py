@@ -86,7 +86,7 @@ def test_the_lease_of_a_killed_process_is_free_at_once(run_dir: Path, observer: 
             victim.kill()
             look(observer)
             other.kill()
-            eventually(lambda: mine.lease(BUDGET, owned=True).granted, within_s=1.0)
+            eventually(lambda: mine.lease(BUDGET, owned=True).granted)
             look(observer)
             mine.unlease(BUDGET)
 
@@ -315,7 +315,7 @@ def _share_across_pid_namespaces(run_dir: Path, observer: Card) -> None:
         assert leases(observer) == {"a": 60, "b": 0}
         assert Card.sweep(run_dir).entries == 0
         a.kill()
-        eventually(lambda: b.call("lease", BUDGET).granted, within_s=5.0)
+        eventually(lambda: b.call("lease", BUDGET).granted)
         assert leases(observer) == {"b": BUDGET}
 
 
@@ -333,7 +333,7 @@ def test_two_users_of_one_group_share_a_card(tmp_path: Path) -> None:
         assert a.call("lease", 60).granted
         assert b.call("lease", 41).grantable_bytes == 40
         a.kill()
-        eventually(lambda: b.call("lease", BUDGET).granted, within_s=5.0)
+        eventually(lambda: b.call("lease", BUDGET).granted)
     stranger = start(Plan(run_dir, "stranger", uid=4003, gid=4003, group_mode=True))
     with pytest.raises(PeerLost, match="cannot open the card's file"):
         stranger.answer()
