@@ -117,7 +117,11 @@ def main() -> None:
     backend, _, ordinal = options.card.partition(":")
     range_bytes = options.range_gib * GIB
     with tempfile.TemporaryDirectory() as host_dir:
-        host = {"host_capacity_bytes": 2 * range_bytes, "host_dir": Path(host_dir)} if backend == "host" else {}
+        host = (
+            {"host_capacity_bytes": 2 * range_bytes + SAMPLES * HANDLE_MIB[-1] * MIB, "host_dir": Path(host_dir)}
+            if backend == "host"
+            else {}
+        )
         device = open_device(backend, int(ordinal or 0), **host)
         rows = [measure(device, size, range_bytes) for size in HANDLE_MIB if size * MIB % device.info.granularity_bytes == 0]
         show(device, rows, range_bytes)
