@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of the ledger's warm operations, by blocks per page. Run with `python benchmarks/ledger.py`; goals are printed beside the results.
 
-Each figure is the best of several rounds, in microseconds: other work on the machine only ever adds to it. `empty` starts from parked pages
-alone, so that each take opens a page and each give empties it; `busy` keeps every page half full in a scattered pattern; `full` has
-just the blocks that are taken.
+Each figure is the best of many short rounds, in microseconds: other work on the machine only ever adds to it. `empty` starts from
+parked pages alone, so that each take begins a page and each give empties it; `busy` has every page about half full, block by block at random, so that
+16 blocks come as many ranges; `in flight` gives with a marker that is not complete; `decode` is 96 requests that take block by block.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def best_us(work: Callable[[int], None], times: int) -> float:
 
 
 def take_give_us(made: Ledger, blocks: int, times: int = 1000, in_flight: bool = False) -> float:
-    marker = 1 << 40 if in_flight else 0
+    marker = 1 << 40 if in_flight else -1
 
     def work(count: int) -> None:
         take, give = made.take, made.give
@@ -111,7 +111,7 @@ def main() -> None:
         start = perf_counter()
         made.settle_grow(made.plan_grow(512, max_run_pages=16), mapped=True)
         grow_ms = (perf_counter() - start) * 1e3
-        made.settle_grow(made.plan_grow(pages, max_run_pages=16), mapped=True)
+        made = ledger(bpp, pages)
         figures = [take_give_us(made, 1), 0.0, take_give_us(made, 16), 0.0, take_give_us(made, 16, in_flight=True)]
         decode = decode_us(ledger(bpp, pages))
         busy = ledger(bpp, pages)

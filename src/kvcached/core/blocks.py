@@ -6,7 +6,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, NoReturn
 
-from kvcached.core.pages import QUARANTINED, ROWS, USED, PageTable
+from kvcached.core.pages import PARKED, QUARANTINED, RETIRED, USED, PageTable
 from kvcached.errors import Misuse
 
 if TYPE_CHECKING:
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 BlockRange = tuple[int, int]
 """(first block, blocks)."""
 
-Piece = tuple[int, int, int]
-"""(first page, set of blocks, pages): the same blocks on each of some adjacent pages."""
+Piece = tuple[int, int]
+"""(page, set of blocks)."""
 
 
 class BlockState(Enum):
@@ -83,50 +83,72 @@ def take_from(table: PageTable, page: int, blocks: int, ranges: list[BlockRange]
         low = holes & -holes
         stretch = holes & ~(holes + low)
         shift = low.bit_length() - 1
-        length = min(rest, stretch.bit_length() - shift)
-        holes ^= ((1 << length) - 1) << shift
-        _append(ranges, start + shift, length)
+        length = stretch.bit_length() - shift
+        if length > rest:
+            length = rest
+            stretch = ((1 << length) - 1) << shift
+        holes ^= stretch
+        ranges.append((start + shift, length))
         rest -= length
     table.open(page)
     own(table, page, table.frees[page] ^ holes)
     return blocks
 
 
-def take_whole(table: PageTable, pages: int, ranges: list[BlockRange]) -> int:
-    """Own all blocks of up to `pages` empty pages, parked ones first, in as long stretches as there are. Returns the blocks owned."""
-    bpp, taken = table.bpp, 0
-    full = (1 << bpp) - 1
-    while taken < pages and (first := table.empty_page()) < table.whole_pages:
-        stretch = _stretch(table, first, min(pages - taken, table.whole_pages - first))
-        table.occupy(first, stretch)
-        if stretch == 1:
-            table.owned[first] = full
-            table.frees[first] = table.counts[first] = 0
+def take_row(table: PageTable, first: int, pages: int, ranges: list[BlockRange]) -> int:
+    """Own all blocks of up to `pages` adjacent empty pages in one state, from `first` on. Returns the blocks owned.
+
+    Page by page: slices of the arrays would cost more for the few pages of a usual take.
+    """
+    bpp, states, owned, frees, counts = table.bpp, table.states, table.owned, table.frees, table.counts
+    full, state = (1 << bpp) - 1, table.states[first]
+    page, end = first, min(first + pages, table.whole_pages)
+    while page < end and states[page] == state:
+        states[page] = USED
+        owned[page] = full
+        frees[page] = counts[page] = 0
+        page += 1
+    blocks = (page - first) * bpp
+    table.leave_empty(first, page - first, state)
+    table.available -= blocks
+    ranges.append((first * bpp, blocks))
+    return blocks
+
+
+def joined(ranges: list[BlockRange]) -> list[BlockRange]:
+    """The same blocks in the same order, with ranges that follow each other as one."""
+    result: list[BlockRange] = []
+    end = -1
+    for first, blocks in ranges:
+        if first == end:
+            result[-1] = (result[-1][0], result[-1][1] + blocks)
         else:
-            end = first + stretch
-            table.owned[first:end] = [full] * stretch
-            table.frees[first:end] = table.counts[first:end] = [0] * stretch
-        _append(ranges, first * bpp, stretch * bpp)
-        taken += stretch
-    table.available -= taken * bpp
-    return taken * bpp
+            result.append((first, blocks))
+        end = first + blocks
+    return result
 
 
-def _stretch(table: PageTable, first: int, pages: int) -> int:
-    """How many of `pages` pages from `first` on are in the state of the first one before another state comes."""
-    states = table.states
-    state = states[first]
-    if pages == 1 or states.startswith(ROWS[state] * pages, first):
-        return pages
-    window = states[first : first + pages]
-    return len(window) - len(window.lstrip(window[:1]))
-
-
-def _append(ranges: list[BlockRange], first: int, blocks: int) -> None:
-    """Add a range, joined to the last one when it follows it."""
-    if ranges and ranges[-1][0] + ranges[-1][1] == first:
-        first, blocks = ranges[-1][0], ranges.pop()[1] + blocks
-    ranges.append((first, blocks))
+def give_row(table: PageTable, first: int, pages: int, marker: int) -> bool:
+    """All blocks of adjacent pages, from owned to free. False, and nothing changed, when that takes a closer look."""
+    bpp, states, owned = table.bpp, table.states, table.owned
+    full, row = (1 << bpp) - 1, range(first, first + pages)
+    if marker < table.largest_marker:
+        return False
+    for page in row:
+        if owned[page] != full or states[page] != USED:
+            return False
+    frees, counts, markers = table.frees, table.counts, table.markers
+    state = PARKED if marker <= table.completed else RETIRED
+    for page in row:
+        states[page] = state
+        owned[page] = 0
+        frees[page] = full
+        counts[page] = bpp
+        markers[page] = marker
+    table.largest_marker = marker
+    table.available += pages * bpp
+    table.enter_empty(first, pages, state, marker)
+    return True
 
 
 def disown(table: PageTable, ranges: Iterable[BlockRange]) -> list[Piece]:
@@ -149,48 +171,36 @@ def disown(table: PageTable, ranges: Iterable[BlockRange]) -> list[Piece]:
                         last_blocks |= blocks
                         continue
                     if last_blocks:
-                        done.append((last, last_blocks, 1))
+                        done.append((last, last_blocks))
                     last, last_blocks = page, blocks
                     continue
             _disown_range(table, first, number, done)
     except Misuse:
-        owned[last] |= last_blocks
-        for page, blocks, pages in done:
-            for each in range(page, page + pages):
-                owned[each] |= blocks
+        for page, blocks in (*done, (last, last_blocks)):
+            owned[page] |= blocks
         raise
     if last_blocks:
-        done.append((last, last_blocks, 1))
+        done.append((last, last_blocks))
     return done
 
 
 def _disown_range(table: PageTable, first: int, blocks: int, done: list[Piece]) -> None:
-    """Any range, page by page and whole pages at once."""
-    bpp = table.bpp
+    """Any range, page by page."""
     if blocks < 1:
         raise Misuse(f"({first}, {blocks}) is not a range of blocks")
     _require_id(table, first)
     _require_id(table, first + blocks - 1)
-    owned = table.owned
     while blocks:
-        page = first // bpp if bpp else table.page_of(first)
+        page = table.page_of(first)
         shift = first - table.starts[page]
-        if shift == 0 and blocks >= 2 * bpp > 0:
-            pages, full = blocks // bpp, (1 << bpp) - 1
-            if owned[page : page + pages] == [full] * pages:
-                owned[page : page + pages] = [0] * pages
-                done.append((page, full, pages))
-                first += bpp * pages
-                blocks -= bpp * pages
-                continue
         part = min(blocks, table.caps[page] - shift)
         if page < 0 or part < 1:
             raise Misuse(f"block {first} is absent, not owned; it cannot be given")
         piece = ((1 << part) - 1) << shift
-        if wrong := piece & ~owned[page]:
+        if wrong := piece & ~table.owned[page]:
             _refuse(table, page, wrong, "not owned, or it is named twice; it cannot be given")
-        owned[page] ^= piece
-        done.append((page, piece, 1))
+        table.owned[page] ^= piece
+        done.append((page, piece))
         first += part
         blocks -= part
 
@@ -208,25 +218,9 @@ def free(table: PageTable, page: int, blocks: int, number: int, marker: int) -> 
     table.available += number
     count = table.counts[page] = table.counts[page] + number
     if count == table.caps[page]:
-        table.vacate(page, 1, table.markers[page])
+        table.vacate(page, table.markers[page])
     elif page != table.open_page and not table.indexed[page] >> count & 1:
         table.index(page, count)
-
-
-def free_whole(table: PageTable, first: int, pages: int, marker: int) -> None:
-    """All blocks of several adjacent pages become free."""
-    end, bpp = first + pages, table.bpp
-    full = (1 << bpp) - 1
-    if marker < table.largest_marker or table.lost:
-        for page in range(first, end):
-            free(table, page, full, bpp, marker)
-        return
-    table.largest_marker = marker
-    table.markers[first:end] = [marker] * pages
-    table.frees[first:end] = [full] * pages
-    table.counts[first:end] = [bpp] * pages
-    table.available += pages * bpp
-    table.vacate(first, pages, marker)
 
 
 def _require_id(table: PageTable, block: int) -> None:

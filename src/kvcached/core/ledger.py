@@ -14,13 +14,14 @@ from kvcached.core.blocks import (
     BlockState,
     disown,
     free,
-    free_whole,
+    give_row,
+    joined,
     own,
     pieces_of_ids,
     require,
     state_of,
     take_from,
-    take_whole,
+    take_row,
 )
 from kvcached.core.limits import LimitChange, LimitOutcome
 from kvcached.core.pages import MAPPING, QUARANTINED, UNMAPPING, USED, VOID, PageState, PageTable
@@ -88,19 +89,20 @@ class Ledger:
         return self._take_scattered(blocks)
 
     def _take_scattered(self, blocks: int) -> list[BlockRange]:
-        """Page by page. There are enough."""
+        """Page by page, or row of pages by row. There are enough."""
         table = self._table
         ranges: list[BlockRange] = []
-        if 0 < table.bpp <= blocks:
-            blocks -= take_whole(table, blocks // table.bpp, ranges)
         while blocks:
-            page = table.best_fit(blocks)
+            page = table.best_fit(blocks) if blocks < table.page_limit else table.none
             if page == table.none:
                 page = table.empty_page()
+                if blocks >= 2 * table.bpp > 0 and page < table.whole_pages:
+                    blocks -= take_row(table, page, blocks // table.bpp, ranges)
+                    continue
             if page == table.none:
                 page = table.roomiest()
             blocks -= take_from(table, page, blocks, ranges)
-        return ranges
+        return ranges if len(ranges) == 1 else joined(ranges)
 
     def take_ids(self, ids: Sequence[int]) -> bool:
         """Exactly these free blocks become owned; False, and nothing changed, when one is not free on a mapped page."""
@@ -125,20 +127,20 @@ class Ledger:
         if type(ranges) is list and len(ranges) == 1:
             first, blocks = ranges[0]
             if 0 <= first < table.regular_blocks:
-                page = first // table.bpp
-                shift = first - table.starts[page]
-                owned = table.owned[page]
-                if 0 < blocks <= table.bpp - shift:
+                bpp = table.bpp
+                page = first // bpp
+                shift = first - page * bpp
+                if 0 < blocks <= bpp - shift:
+                    owned = table.owned[page]
                     given = 1 << shift if blocks == 1 else ((1 << blocks) - 1) << shift
-                    if owned & given == given and table.states[page] == USED:
+                    if owned & given == given:
                         table.owned[page] = owned ^ given
                         free(table, page, given, blocks, marker)
                         return
-        for page, given, pages in disown(table, ranges):
-            if pages == 1:
-                free(table, page, given, given.bit_count(), marker)
-            else:
-                free_whole(table, page, pages, marker)
+                elif 0 == shift == blocks % bpp < blocks <= table.regular_blocks - first and give_row(table, page, blocks // bpp, marker):
+                    return
+        for page, given in disown(table, ranges):
+            free(table, page, given, given.bit_count(), marker)
 
     def advance(self, completed_marker: int) -> int:
         """All work up to this step has finished: pages that retired by then are parked. Returns how many."""

@@ -127,7 +127,7 @@ class PageTable:
         self.completed = NO_MARKER
         self.largest_marker = NO_MARKER
         self.retirement = RetirementQueue()
-        self.queued: list[tuple[int, int] | None] = [None] * slots  # (marker, pages) of the newest entry there that begins with the page
+        self.queued = [NO_MARKER] * slots  # marker of the page's newest entry there that is of this page alone
         self.lows = [0] * (VOID + 1)  # no page below lows[state] is in that state
         self.open_page = pages  # or `none`
         self.buckets: list[list[int]] = [[] for _ in range(self.page_limit)]  # free count -> heap of pages, some outdated
@@ -222,35 +222,54 @@ class PageTable:
 
     # ------------------------------------------------------------------ states
 
-    def occupy(self, first: int, pages: int = 1) -> None:
-        """Empty mapped pages, all in the same state, become used."""
-        states = self.states
-        if states[first] == PARKED:
-            self.parked -= pages
+    def occupy(self, page: int) -> None:
+        """An empty mapped page becomes used."""
+        if self.states[page] == PARKED:
+            self.parked -= 1
             if self.run_parked:
-                self._count_parked(first, pages, -1)
+                self._count_one(page, -1)
         else:
-            self.retired -= pages
-        if pages == 1:
-            states[first] = USED
-        else:
-            states[first : first + pages] = ROWS[USED] * pages
+            self.retired -= 1
+        self.states[page] = USED
 
-    def vacate(self, first: int, pages: int, marker: int) -> None:
-        """Used pages, all with this marker, have no blocks left: they retire, or are parked at once when nothing is in flight."""
+    def vacate(self, page: int, marker: int) -> None:
+        """A used page has no blocks left: it retires until its marker is complete, or is parked at once when nothing is in flight."""
         if marker <= self.completed:
-            self._park(first, pages)
+            self.states[page] = PARKED
+            self.parked += 1
+            if page < self.lows[PARKED]:
+                self.lows[PARKED] = page
+            if self.run_parked:
+                self._count_one(page, 1)
             return
-        self.retired += pages
-        if pages > 1:
-            self.states[first : first + pages] = ROWS[RETIRED] * pages
-        else:
-            self.states[first] = RETIRED
-        if first < self.lows[RETIRED]:
-            self.lows[RETIRED] = first
-        if self.queued[first] != (marker, pages):
-            self.queued[first] = (marker, pages)
+        self.states[page] = RETIRED
+        self.retired += 1
+        if page < self.lows[RETIRED]:
+            self.lows[RETIRED] = page
+        if self.queued[page] != marker:
+            self.queued[page] = marker
+            self.retirement.push(marker, page, 1)
+
+    def leave_empty(self, first: int, pages: int, state: int) -> None:
+        """Adjacent pages that were in `state` have become used."""
+        if state == RETIRED:
+            self.retired -= pages
+            return
+        self.parked -= pages
+        if self.run_parked:
+            self._count_parked(first, pages, -1)
+
+    def enter_empty(self, first: int, pages: int, state: int, marker: int) -> None:
+        """Adjacent used pages with one marker have come into `state`."""
+        if first < self.lows[state]:
+            self.lows[state] = first
+        if state == RETIRED:
+            self.retired += pages
             self.retirement.push(marker, first, pages)
+            return
+        self.parked += pages
+        if self.run_parked:
+            self._count_parked(first, pages, 1)
 
     def advance(self, completed: int) -> int:
         """Retired pages whose marker is complete are parked. Returns how many. A marker below the last one changes nothing."""
@@ -266,18 +285,24 @@ class PageTable:
         return self.parked - before
 
     def _park(self, first: int, pages: int) -> None:
-        if pages > 1:
-            self.states[first : first + pages] = ROWS[PARKED] * pages
-        else:
-            self.states[first] = PARKED
+        self.states[first : first + pages] = ROWS[PARKED] * pages
         self.parked += pages
         if first < self.lows[PARKED]:
             self.lows[PARKED] = first
         if self.run_parked:
             self._count_parked(first, pages, 1)
 
+    def _count_one(self, page: int, sign: int) -> None:
+        """Bring the sums of runs of several pages up to date after a page became parked (+1) or no longer is (-1)."""
+        run = self.run_first[page]
+        pages = self.run_count[run]
+        if pages > 1:
+            before = self.run_parked[run]
+            after = self.run_parked[run] = before + sign
+            self.stranded += after % pages - before % pages  # a wholly parked run strands nothing
+
     def _count_parked(self, first: int, pages: int, sign: int) -> None:
-        """Bring the sums of runs of several pages up to date after pages became parked (+1) or no longer are (-1)."""
+        """The same for adjacent pages."""
         page, end = first, first + pages
         while page < end:
             run = self.run_first[page]
@@ -287,7 +312,7 @@ class PageTable:
                 before = self.run_parked[run]
                 after = before + sign * (stop - page)
                 self.run_parked[run] = after
-                self.stranded += after % count - before % count  # a wholly parked run strands nothing
+                self.stranded += after % count - before % count
             page = stop
 
     # ------------------------------------------------------------------ mapping
@@ -372,7 +397,7 @@ class PageTable:
         if state == PARKED:
             self.parked -= 1
             if self.run_parked:
-                self._count_parked(page, 1, -1)
+                self._count_one(page, -1)
         self.retired -= state == RETIRED
         self.available -= self.counts[page]
         self.mapped_blocks -= self.caps[page]
