@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
     from examples.demo.ask import Server
 
 _NOISE = re.compile(r"^(\(\w+( pid=\d+)?\)\s*)*(INFO|WARNING|ERROR|DEBUG)?\s*[\d:., -]*(\[[^\]]+\])?\s*")
+_CAUSE = re.compile(
+    r"[A-Za-z_][\w.]*(Error|Exception|Exhausted|Supported|Unavailable|Refused|Mismatch|Unknown|Broken|Misuse|Lost|Timeout): ."
+)
 
 
 class EngineFailed(Exception):
@@ -55,13 +57,14 @@ class Engine:
         lines = tail(self.log, 1)
         return _NOISE.sub("", lines[0]) if lines else "starting Python"
 
-    def obituary(self, lines: int = 25) -> str:
-        """The last log lines, and what to do with them."""
+    def obituary(self, lines: int = 12) -> str:
+        """The error that came first, the last log lines, and what to do with them."""
+        cause = first_error(self.log)
         return (
-            f"The last lines of its log ({self.log}):\n"
+            (f"The first error in its log:\n  | {cause}\n" if cause else "")
+            + f"The last lines of its log ({self.log}):\n"
             + "\n".join(f"  | {line}" for line in tail(self.log, lines))
-            + "\nThe line with 'Error' nearest to the top says why; docs/troubleshooting.md lists the usual ones.\n"
-            f"To see it by hand:  {shlex.join(self.command)}"
+            + "\ndocs/troubleshooting.md says what to do about the usual errors."
         )
 
     def signal(self, number: int) -> None:
@@ -133,6 +136,13 @@ def tail(path: Path, lines: int) -> list[str]:
     except FileNotFoundError:
         return []
     return [line.rstrip() for line in text.splitlines() if line.strip()][-lines:]
+
+
+def first_error(path: Path) -> str:
+    """The first line that names an exception and says something; others are usually its consequences. Empty when there is none."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    said = (_NOISE.sub("", line).strip() for line in text.splitlines())
+    return next((line for line in said if _CAUSE.match(line)), "")
 
 
 def free_ports(count: int) -> list[int]:

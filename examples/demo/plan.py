@@ -8,6 +8,7 @@ from typing import Any
 
 BUDGET_FACTOR = 1.3
 """The card holds this many engines of full size; two static ones would need 2."""
+GRANULARITY_BYTES = 2 << 20
 
 SYSTEM = "You are a friendly assistant. Give a clear and correct answer in a few sentences."
 
@@ -56,8 +57,8 @@ class Sizes:
 
     @property
     def budget_bytes(self) -> int:
-        """Rounded down to whole MiB."""
-        return int(self.static_bytes * BUDGET_FACTOR) >> 20 << 20
+        """Rounded down to what a host card can map: 2 MiB."""
+        return int(self.static_bytes * BUDGET_FACTOR) // GRANULARITY_BYTES * GRANULARITY_BYTES
 
 
 class Relay:

@@ -57,7 +57,7 @@ class Demo:
         sizes = self._size_card()
         self._screen.stage("3/5  two vLLM servers (each about half a minute on two cores)")
         with self._engines(sizes) as engines:
-            self._screen.stage(f"4/5  {self._options.rounds} bursts of {self._options.requests} requests for each, in turn")
+            self._screen.stage(f"4/5  bursts of {self._options.requests} requests, in turn, {self._options.rounds} for each")
             self._ask_all(engines)
             self._wait_until_idle()
             passed = self._conclude()
@@ -135,7 +135,9 @@ class Demo:
             "   'static': the most that an engine's running requests owned at one moment. An engine with a static cache\n"
             "   needs at least that much reserved from its start to its end to serve the same requests without waiting."
         )
-        paths = [*draw(self._story, self._options.output), write_answers(self._story.answers, self._options.output / "answers.txt")]
+        folder = self._options.output
+        texts = [write_answers(self._story.answers, folder / "answers.txt"), write_samples(self._story, folder / "memory.csv")]
+        paths = [*draw(self._story, folder), *texts]
         self._screen.say("   written: " + ", ".join(str(path) for path in paths))
         return all(check.passed for check in checks)
 
@@ -152,6 +154,18 @@ def write_answers(answers: Sequence[Answer], path: Path) -> Path:
     path.write_text(
         "".join(f"[{answer.engine}] {answer.prompt}\n{answer.text or answer.error}\n\n" for answer in answers), encoding="utf-8"
     )
+    return path
+
+
+def write_samples(story: Story, path: Path) -> Path:
+    """What the picture was drawn from."""
+    lines = ["at_s,engine,lease_bytes,owned_bytes,cached_bytes,parked_bytes"]
+    for sample in story.samples:
+        for name in story.names:
+            memory = sample.of(name)
+            sizes = (memory.lease_bytes, memory.owned_bytes, memory.cached_bytes, memory.parked_bytes)
+            lines.append(f"{sample.at_s:.2f},{name}," + ",".join(str(size) for size in sizes))
+    path.write_text("\n".join(lines) + "\n")
     return path
 
 

@@ -114,7 +114,8 @@ def table(story: Story, bar_width: int) -> Table:
 
 def answer_line(answer: Answer, width: int) -> str:
     said = f"FAILED: {answer.error}" if answer.error else answer.text or "FAILED: no text"
-    return shorten(f"{answer.engine:>8} {answer.took_s:5.1f} s | {answer.prompt} -> {said}", width)
+    head = f"{answer.engine:>8} {answer.took_s:5.1f} s | "
+    return head + shorten(f"{answer.prompt} -> {said}", width - len(head))
 
 
 def shorten(text: str, width: int) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from examples.demo.ask import Server
-from examples.demo.engine import Engine, EngineFailed, free_ports, stop_all, tail, wait_ready
+from examples.demo.engine import Engine, EngineFailed, first_error, free_ports, stop_all, tail, wait_ready
 from examples.demo.options import newest_engine, parse
 from examples.demo.plan import Sizes
 from examples.demo.stage import engine_environment, serve_arguments
@@ -51,8 +51,20 @@ def wait_for_text(engine: Engine, text: str) -> None:
 
 def test_an_engine_that_dies_is_reported_with_its_last_words(start: Callable[[str], Engine]) -> None:
     engine = start("raise SystemExit('ValueError: no room for the weights')")
-    with pytest.raises(EngineFailed, match=r"facts ended with code 1(.|\n)*no room for the weights(.|\n)*troubleshooting"):
+    with pytest.raises(EngineFailed, match=r"facts ended with code 1(.|\n)*first error(.|\n)*no room(.|\n)*last lines(.|\n)*no room"):
         wait_ready([engine], 20.0, lambda _: None)
+
+
+def test_the_first_error_is_named_not_its_consequences(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "(Worker pid=7) ERROR 11-29 22:57:00 [multiproc_executor.py:953]     raise SettingError(\n"
+        "(Worker pid=7) ERROR 11-29 22:57:00 [multiproc_executor.py:953] kvcached.errors.SettingError: budget is 73 MiB; allowed ...\n"
+        "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    assert first_error(log) == "kvcached.errors.SettingError: budget is 73 MiB; allowed ..."
+    log.write_text("all is well\n")
+    assert first_error(log) == ""
 
 
 def test_an_engine_that_never_answers_fails_at_its_deadline(start: Callable[[str], Engine]) -> None:

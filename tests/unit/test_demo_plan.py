@@ -21,7 +21,13 @@ def test_the_card_holds_one_engine_but_not_two() -> None:
     sizes = Sizes(requests=16, request_tokens=257, block_tokens=128, token_bytes=46080)
     assert sizes.static_bytes == 16 * 3 * 128 * 46080
     assert sizes.static_bytes < sizes.budget_bytes < 2 * sizes.static_bytes
-    assert sizes.budget_bytes % (1 << 20) == 0
+    assert sizes.budget_bytes % (2 << 20) == 0
+
+
+def test_the_card_is_a_whole_number_of_mappable_pages() -> None:
+    sizes = Sizes(requests=8, request_tokens=160, block_tokens=32, token_bytes=46080)
+    assert sizes.static_bytes * 13 // 10 == 73 * (1 << 20) + 131072
+    assert sizes.budget_bytes == 72 * (1 << 20)
 
 
 def test_bursts_follow_when_half_of_the_last_is_answered() -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from examples.demo.picture import draw
-from examples.demo.run import write_answers
+from examples.demo.run import write_answers, write_samples
 from examples.demo.series import Answer, Check, EngineMemory, Sample, Story
 from examples.demo.show import LiveScreen, PlainScreen, answer_line, open_screen, shorten
 from examples.demo.watch import read_sample
@@ -65,7 +65,7 @@ def test_no_live_wins_over_a_terminal() -> None:
 
 
 def test_an_answer_is_one_line_that_says_when_it_failed() -> None:
-    assert answer_line(Answer("facts", "why?", "be\ncause\n\nof it", 3, 2.0), 80) == "facts 2.0 s | why? -> be cause of it"
+    assert answer_line(Answer("facts", "why?", "be\ncause\n\nof it", 3, 2.0), 80) == "   facts   2.0 s | why? -> be cause of it"
     assert "FAILED: HTTP 500" in answer_line(Answer("facts", "why?", error="HTTP 500"), 80)
     assert "FAILED: no text" in answer_line(Answer("facts", "why?"), 80)
     assert len(shorten("word " * 50, 40)) <= 40
@@ -74,6 +74,14 @@ def test_an_answer_is_one_line_that_says_when_it_failed() -> None:
 def test_answers_are_written_whole(tmp_path: Path) -> None:
     path = write_answers([Answer("facts", "why?", "a\nb"), Answer("facts", "how?", error="HTTP 500")], tmp_path / "answers.txt")
     assert path.read_text() == "[facts] why?\na\nb\n\n[facts] how?\nHTTP 500\n\n"
+
+
+def test_samples_are_written_with_units(tmp_path: Path) -> None:
+    seen = story()
+    seen.samples = seen.samples[2:3]
+    lines = write_samples(seen, tmp_path / "memory.csv").read_text().splitlines()
+    assert lines[0] == "at_s,engine,lease_bytes,owned_bytes,cached_bytes,parked_bytes"
+    assert lines[1:] == [f"2.00,facts,{2 * MIB},{2 * MIB},0,0", f"2.00,stories,{7 * MIB},0,0,0"]
 
 
 def test_the_sample_is_what_the_card_says(tmp_path: Path) -> None:
