@@ -94,7 +94,8 @@ def child(kind: str, model: str, blocks: int) -> None:
             answer(**memory())
             continue
         rng = random.Random(command["seed"])
-        prompts = [{"prompt_token_ids": [rng.randrange(1000, 100000) for _ in range(command["tokens_in"])]} for _ in range(command["requests"])]
+        rows = [[rng.randrange(1000, 100000) for _ in range(command["tokens_in"])] for _ in range(command["requests"])]
+        prompts = [{"prompt_token_ids": row} for row in rows]
         parameters = SamplingParams(temperature=0, max_tokens=command["tokens_out"], ignore_eos=True, detokenize=False)
         start = time.perf_counter()
         outputs = llm.generate(prompts, parameters, use_tqdm=False)

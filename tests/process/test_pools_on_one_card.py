@@ -23,9 +23,17 @@ SETTLED_S = 2.3  # a new card file grants only what is unused until then
 class Process:
     def __init__(self, world, name, *, blocks=128, prefix=(), pool=None, **settings):
         card = {
-            "run_dir": str(world.run_dir), "host_dir": str(world.host_dir), "host_capacity_bytes": 128 * MIB, "budget": "100MiB",
-            "host_granularity_bytes": 65536, "idle_trim_s": 30.0, "prealloc_enabled": False, "handle_cache_mb": 0, "large_run_mb": 0, **settings,
-        }  # fmt: skip
+            "run_dir": str(world.run_dir),
+            "host_dir": str(world.host_dir),
+            "host_capacity_bytes": 128 * MIB,
+            "host_granularity_bytes": 65536,
+            "budget": "100MiB",
+            "idle_trim_s": 30.0,
+            "prealloc_enabled": False,
+            "handle_cache_mb": 0,
+            "large_run_mb": 0,
+            **settings,
+        }
         options = json.dumps({"card": card, "name": name, "blocks": blocks, "pool": pool or {}})
         self.process = subprocess.Popen(
             [*prefix, sys.executable, str(CHILD), options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

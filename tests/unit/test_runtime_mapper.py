@@ -69,7 +69,7 @@ class Gate:
 @pytest.fixture
 def device():
     device = FakeDevice(64 * PAGE)
-    yield device
+    return device
 
 
 def make(device, room_pages=16, planes=1, cache_bytes=0, zero=ZeroBacking.NEVER, fence=None):
@@ -94,7 +94,7 @@ def test_the_lease_is_what_is_held(device):
 
 
 def test_without_a_lease_no_driver_call_is_made(device):
-    mapper, book, arena = make(device, room_pages=3)
+    mapper, book, _arena = make(device, room_pages=3)
     before = device.calls()
     outcome = mapper.map([(page, 1) for page in range(4)], urgent=True).result()
     assert (outcome.verdict, outcome.size_bytes) == (Verdict.EXHAUSTED, 3 * PAGE)
@@ -129,7 +129,7 @@ def test_a_failed_undo_is_unknown_and_stays_in_the_lease(device):
 
 def test_an_unmap_waits_for_the_fence_and_gives_up(device):
     gate = Gate()
-    mapper, book, arena = make(device, fence=gate)
+    mapper, _book, arena = make(device, fence=gate)
     mapper.map([(0, 1)], urgent=True)
     gate.open = False
     assert mapper.unmap([(0, 1)]).result().verdict is Verdict.BUSY
@@ -166,7 +166,7 @@ def test_the_zero_page_is_leased_from_the_start(device):
 
 
 def test_a_mistake_of_the_owner_is_refused_and_changes_nothing(device):
-    mapper, book, arena = make(device)
+    mapper, book, _arena = make(device)
     mapper.map([(0, 1)], urgent=True)
     assert mapper.map([(0, 1)], urgent=True).result().verdict is Verdict.REFUSED
     assert mapper.unmap([(7, 1)]).result().verdict is Verdict.REFUSED
@@ -176,7 +176,7 @@ def test_a_mistake_of_the_owner_is_refused_and_changes_nothing(device):
 
 
 def test_the_report_is_published_and_limits_only_when_they_change(device):
-    mapper, book, arena = make(device)
+    mapper, book, _arena = make(device)
     mapper.report(Report(10 * PAGE, PAGE, 2.0, 1, parked_bytes=5))
     assert book.limits == (10 * PAGE, PAGE, 2.0, 1)
     assert book.usage.parked_bytes == 5
