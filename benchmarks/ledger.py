@@ -2,8 +2,9 @@
 """Time of the ledger's warm operations, by blocks per page. Run with `python benchmarks/ledger.py`; goals are printed beside the results.
 
 Each figure is the best of many short rounds, in microseconds: other work on the machine only ever adds to it. `empty` starts from
-parked pages alone, so that each take begins a page and each give empties it; `busy` has every page about half full, block by block at random, so that
-16 blocks come as many ranges; `in flight` gives with a marker that is not complete; `decode` is 96 requests that take block by block.
+parked pages alone, so that each take begins a page and each give empties it; `busy` has every page about half full, block by block
+at random, so that 16 blocks come as many ranges; `in flight` gives with a marker that is not complete; `decode` is 96 requests that
+take block by block.
 """
 
 from __future__ import annotations

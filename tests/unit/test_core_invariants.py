@@ -10,7 +10,7 @@ import pytest
 from kvcached.core.geometry import BlockGeometry
 from kvcached.core.invariants import check
 from kvcached.core.ledger import Ledger
-from kvcached.core.pages import MAPPING, PARKED, RETIRED, UNMAPPED, USED
+from kvcached.core.states import MAPPING, PARKED, RETIRED, UNMAPPED, USED
 from kvcached.errors import InvariantBroken
 
 if TYPE_CHECKING:

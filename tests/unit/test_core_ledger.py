@@ -577,3 +577,50 @@ def test_pages_report_what_they_hold() -> None:
     assert (first.page, first.state, first.owned_blocks, first.cached_blocks, first.free_blocks) == (0, PageState.USED, 2, 1, 1)
     assert (first.marker, first.run_first, first.run_pages, first.pinned) == (6, 0, 2, True)
     assert (second.state, second.run_first, second.pinned) == (PageState.PARKED, 0, False)
+
+
+def test_a_last_page_that_is_not_full_has_the_blocks_that_are_left() -> None:
+    ledger = Ledger(geometry(blocks_per_page=4, pages=3, num_blocks=10), limit_pages=3)
+    ledger.settle_grow(ledger.plan_grow(3), mapped=True)
+    assert ledger.take(10) == [(0, 10)]
+    ledger.give([(0, 10)], 3)
+    assert ledger.advance(3) == 3
+    check(ledger)
+
+
+def test_outdated_entries_of_the_index_are_passed_over() -> None:
+    ledger = mapped(blocks_per_page=8, pages=3)
+    ledger.take(24)
+    ledger.give([(0, 6)], 0)
+    ledger.give([(8, 5)], 0)
+    ledger.give([(16, 2)], 0)
+    assert ledger.take_ids([0, 1, 2, 3, 4])  # page 0 has one block left, and an entry that says six
+    assert ledger.take(7) == [(8, 5), (16, 2)]
+    assert ledger.take(1) == [(5, 1)]
+    check(ledger)
+
+
+def test_retired_pages_are_taken_back_from_the_lowest_when_nothing_is_parked() -> None:
+    ledger = mapped(blocks_per_page=2, pages=4)
+    ledger.take(8)
+    ledger.give([(6, 2)], 1)
+    ledger.give([(2, 2)], 1)
+    ledger.give([(4, 1), (0, 2)], 1)
+    assert ledger.take(1) == [(4, 1)]
+    assert ledger.take(2) == [(0, 2)]
+    assert ledger.take(4) == [(2, 2), (6, 2)]
+    check(ledger)
+
+
+def test_rows_of_pages_come_and_go_within_large_runs() -> None:
+    ledger = mapped(blocks_per_page=2, pages=8, max_run_pages=4)
+    assert ledger.take(12) == [(0, 12)]
+    assert ledger.stranded_pages() == 2
+    ledger.give([(4, 4)], -1)
+    assert ledger.stranded_pages() == 4
+    ledger.give([(0, 2)], -1)
+    ledger.give([(2, 2)], -1)
+    assert ledger.stranded_pages() == 2
+    ledger.give([(8, 4)], -1)
+    assert ledger.stranded_pages() == 0
+    check(ledger)

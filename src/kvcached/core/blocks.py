@@ -6,11 +6,13 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, NoReturn
 
-from kvcached.core.pages import PARKED, QUARANTINED, RETIRED, USED, PageTable
+from kvcached.core.states import PARKED, QUARANTINED, RETIRED, USED
 from kvcached.errors import Misuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from kvcached.core.pages import PageTable
 
 BlockRange = tuple[int, int]
 """(first block, blocks)."""

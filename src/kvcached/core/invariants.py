@@ -7,12 +7,13 @@ from collections import Counter
 from math import isclose
 from typing import TYPE_CHECKING
 
-from kvcached.core.pages import MAPPING, PARKED, QUARANTINED, RETIRED, UNMAPPED, UNMAPPING, USED, VOID, PageState, PageTable
 from kvcached.core.plans import GrowPlan
+from kvcached.core.states import MAPPING, PARKED, QUARANTINED, RETIRED, UNMAPPED, UNMAPPING, USED, VOID, PageState
 from kvcached.errors import InvariantBroken
 
 if TYPE_CHECKING:
     from kvcached.core.ledger import Ledger
+    from kvcached.core.pages import PageTable
     from kvcached.core.plans import Planner
     from kvcached.core.victims import CacheIndex
 

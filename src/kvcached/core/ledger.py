@@ -24,9 +24,10 @@ from kvcached.core.blocks import (
     take_row,
 )
 from kvcached.core.limits import LimitChange, LimitOutcome
-from kvcached.core.pages import MAPPING, QUARANTINED, UNMAPPING, USED, VOID, PageState, PageTable
+from kvcached.core.pages import PageTable
 from kvcached.core.plans import GrowPlan, Planner, ShrinkPlan
 from kvcached.core.report import PageReport, PoolCounts, count, page_reports
+from kvcached.core.states import MAPPING, QUARANTINED, UNMAPPING, USED, VOID, PageState
 from kvcached.core.victims import CacheIndex
 from kvcached.errors import Misuse
 

@@ -11,40 +11,14 @@ another page is opened; so takes from one page cost no index operation, nor do t
 
 from __future__ import annotations
 
-from enum import IntEnum
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Final
 
 from kvcached.core.retirement import RetirementQueue
+from kvcached.core.states import MAPPING, PARKED, QUARANTINED, RETIRED, ROWS, UNMAPPED, UNMAPPING, USED, VOID
 
 if TYPE_CHECKING:
     from kvcached.core.geometry import BlockGeometry
-
-
-class PageState(IntEnum):
-    """What a page is, as one byte of the table."""
-
-    UNMAPPED = 0
-    MAPPING = 1  # in a plan to grow that is not settled
-    PARKED = 2  # mapped, empty, nothing in flight reads it
-    USED = 3  # has owned or cached blocks
-    RETIRED = 4  # mapped and empty, but work in flight may read it
-    UNMAPPING = 5  # in a plan to shrink that is not settled
-    QUARANTINED = 6  # held, but nobody knows whether it is mapped
-    VOID = 7  # no whole block lies on it
-
-
-UNMAPPED: Final = int(PageState.UNMAPPED)
-MAPPING: Final = int(PageState.MAPPING)
-PARKED: Final = int(PageState.PARKED)
-USED: Final = int(PageState.USED)
-RETIRED: Final = int(PageState.RETIRED)
-UNMAPPING: Final = int(PageState.UNMAPPING)
-QUARANTINED: Final = int(PageState.QUARANTINED)
-VOID: Final = int(PageState.VOID)
-
-ROWS: Final = tuple(bytes((state,)) for state in PageState)
-"""One page in each state; times n, a row of n pages."""
 
 NO_MARKER: Final = -1
 """The marker of a page that no give has named: every completed marker is at least this."""

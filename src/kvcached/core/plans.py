@@ -6,11 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcached.core.pages import PARKED, ROWS, UNMAPPED, PageTable
+from kvcached.core.states import PARKED, ROWS, UNMAPPED
 from kvcached.errors import InvariantBroken
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+
+    from kvcached.core.pages import PageTable
 
 PageRun = tuple[int, int]
 """(first page, pages)."""

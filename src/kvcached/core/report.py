@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcached.core.pages import UNMAPPED, VOID, PageState
+from kvcached.core.states import UNMAPPED, VOID, PageState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
