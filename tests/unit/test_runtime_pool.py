@@ -311,3 +311,11 @@ def test_a_closed_pool_refuses_and_a_second_close_does_nothing(port):
     assert port.calls == [("close", [])]
     with pytest.raises(Misuse, match="closed"):
         pool.take(1)
+
+
+def test_a_limit_below_the_floor_lowers_what_is_claimed_until_it_rises_again(port):
+    pool = make(port, limit_pages=32)
+    for limit_pages, claimed_pages in ((32, 8), (3, 3), (16, 8)):
+        pool.set_limits(Limits(limit_pages * PAGE, floor_bytes=8 * PAGE, revision=pool.limits.revision + 1))
+        pool.report()
+        assert port.reports[-1].floor_bytes == claimed_pages * PAGE

@@ -362,7 +362,7 @@ class Pool:
         self._port.report(
             Report(
                 limit_bytes=self.limits.limit_bytes,
-                floor_bytes=self.limits.floor_bytes,
+                floor_bytes=min(self.limits.floor_bytes, self.limits.limit_bytes),  # a pool cannot claim what it may not hold
                 weight=self.limits.weight,
                 revision=self.limits.revision,
                 parked_bytes=counts.parked_pages * step,
