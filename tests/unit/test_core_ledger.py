@@ -624,3 +624,63 @@ def test_rows_of_pages_come_and_go_within_large_runs() -> None:
     ledger.give([(8, 4)], -1)
     assert ledger.stranded_pages() == 0
     check(ledger)
+
+
+def test_a_page_that_retires_twice_by_one_marker_waits_once() -> None:
+    ledger = mapped(blocks_per_page=2, pages=4)
+    ledger.take(8)
+    ledger.give([(6, 2)], 1)
+    assert ledger.take(2) == [(6, 2)]
+    ledger.give([(6, 2)], 1)
+    ledger.give([(2, 2)], 1)
+    assert ledger.retired_pages == 2
+    assert ledger.take(4) == [(2, 2), (6, 2)]
+    ledger.give([(6, 2), (2, 2)], 1)
+    assert len(ledger._table.retirement) == 2
+    assert ledger.advance(1) == 2
+    check(ledger)
+
+
+def test_a_row_of_retired_pages_may_be_taken_back() -> None:
+    ledger = mapped(blocks_per_page=2, pages=4)
+    ledger.take(8)
+    ledger.give([(0, 8)], 1)
+    assert ledger.take(8) == [(0, 8)]
+    assert ledger.advance(1) == 0
+    assert ledger.retired_pages == 0
+    check(ledger)
+
+
+def test_ranges_on_pages_of_different_sizes_are_given_too() -> None:
+    ledger = Ledger(BlockGeometry(5, 5, 16, 4, 1, 12), limit_pages=4)
+    ledger.settle_grow(ledger.plan_grow(4), mapped=True)
+    assert ledger.take(2) == [(0, 2)]
+    ledger.give([(0, 2)], -1)
+    assert ledger.parked_pages == 4
+    check(ledger)
+
+
+def test_a_row_of_pages_with_nothing_in_flight_is_parked_at_once() -> None:
+    ledger = mapped(blocks_per_page=2, pages=8, max_run_pages=4)
+    ledger.take(16)
+    ledger.give([(4, 4)], -1)
+    assert ledger.stranded_pages() == 2
+    assert ledger.parked_pages == 2
+    assert ledger.take(4) == [(4, 4)]
+    ledger.give([(4, 4)], -1)
+    assert ledger.take(4) == [(4, 4)]
+    check(ledger)
+
+
+def test_the_search_for_an_empty_page_goes_back_to_a_lower_one() -> None:
+    ledger = mapped(blocks_per_page=2, pages=8)
+    ledger.take(16)
+    ledger.give([(8, 4)], -1)
+    assert ledger.take(4) == [(8, 4)]
+    ledger.give([(4, 4)], -1)
+    assert ledger.take(4) == [(4, 4)]
+    ledger.give([(8, 4)], 1)
+    assert ledger.take(4) == [(8, 4)]
+    ledger.give([(4, 4)], 1)
+    assert ledger.take(4) == [(4, 4)]
+    check(ledger)

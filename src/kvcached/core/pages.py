@@ -142,18 +142,15 @@ class PageTable:
         return self.open_page if open_count >= blocks else self.none
 
     def roomiest(self) -> int:
-        """The used page with the most free blocks, or `none`."""
+        """The used page with the most free blocks. For a take that no single page can serve, so that several have room."""
         open_count = self.counts[self.open_page]
         window = self.nonempty
-        while window:
-            count = window.bit_length() - 1
-            if count <= open_count:
-                break
+        while (count := window.bit_length() - 1) > open_count:
             page = self._head(count)
             if page != self.none:
                 return page
             window ^= 1 << count
-        return self.open_page if open_count else self.none
+        return self.open_page
 
     def _head(self, count: int) -> int:
         """The lowest page with `count` free blocks, or `none`; drops outdated entries on the way."""
