@@ -54,6 +54,7 @@ class Keeper:
         self._reserve = ReserveTarget(options.min_reserved_pages, options.max_reserved_pages)
         self._wake = threading.Event()
         self._stopping = threading.Event()
+        self._enforcing = threading.Lock()
         self._last_used_pages = 0
         self._last_tick_s = self._last_busy_s = clock()
         self._last_report_s = 0.0
@@ -117,16 +118,20 @@ class Keeper:
         self._last_busy_s = float("-inf")
 
     def enforce_limit(self) -> None:
-        """Give back what is beyond the limit: parked pages first, then cached blocks; owned blocks stay until the engine gives them."""
-        over = self._pool.overage_pages()
-        if over <= 0:
-            return
-        self._pool.shrink(over)
-        over = self._pool.overage_pages()
-        if over > 0:
-            self._pool.free_pages(over)
+        """Give back what is beyond the limit: parked pages first, then cached blocks; owned blocks stay until the engine gives them.
+
+        One at a time: pages that one caller is unmapping still count as held, and a second one would evict cached blocks for them.
+        """
+        with self._enforcing:
+            over = self._pool.overage_pages()
+            if over <= 0:
+                return
             self._pool.shrink(over)
-        self._pool.trim_handles()
+            over = self._pool.overage_pages()
+            if over > 0:
+                self._pool.free_pages(over)
+                self._pool.shrink(over)
+            self._pool.trim_handles()
 
     def _keep_reserve(self, now: float) -> None:
         idle = now - self._last_busy_s > self._options.idle_trim_s
