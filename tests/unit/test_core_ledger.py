@@ -92,6 +92,16 @@ def test_the_tightest_page_that_holds_the_whole_is_taken() -> None:
     check(ledger)
 
 
+def test_a_better_fit_is_preferred_to_the_page_taken_from_last() -> None:
+    ledger = mapped(blocks_per_page=8, pages=2)
+    ledger.take(16)
+    ledger.give([(8, 7)], 0)
+    assert ledger.take(1) == [(8, 1)]
+    ledger.give([(2, 3)], 0)
+    assert ledger.take(1) == [(2, 1)]
+    check(ledger)
+
+
 def test_used_pages_go_before_parked_and_parked_before_retired_ones() -> None:
     ledger = mapped(blocks_per_page=4, pages=3)
     ledger.take(12)
@@ -264,6 +274,17 @@ def test_a_retired_page_may_be_taken_back_and_retires_by_its_last_marker() -> No
     assert ledger.advance(1) == 0
     ledger.give([(0, 1)], 3)
     assert ledger.advance(2) == 0
+    assert states(ledger) == {0: "RETIRED"}
+    assert ledger.advance(3) == 1
+
+
+def test_an_earlier_retirement_does_not_end_a_later_one() -> None:
+    ledger = mapped(blocks_per_page=4, pages=1)
+    take(ledger, 4)
+    ledger.give([(0, 4)], 1)
+    take(ledger, 1)
+    ledger.give([(0, 1)], 3)
+    assert ledger.advance(1) == 0
     assert states(ledger) == {0: "RETIRED"}
     assert ledger.advance(3) == 1
 
@@ -521,6 +542,19 @@ def test_a_lower_limit_is_deferred_until_owned_blocks_are_given() -> None:
     ledger.settle_shrink(ledger.plan_shrink(ledger.overage_pages()), released=True)
     assert ledger.overage_pages() == 0
     assert ledger.held_pages == 2
+
+
+def test_growth_stops_at_the_limit_pages_in_plans_included() -> None:
+    ledger = Ledger(geometry(pages=8), limit_pages=3)
+    ledger.settle_grow(ledger.plan_grow(2), mapped=True)
+    grow = ledger.plan_grow(5)
+    assert grow.pages == 1
+    shrink = ledger.plan_shrink(1)
+    assert ledger.plan_grow(1).pages == 0
+    ledger.settle_grow(grow, mapped=True)
+    assert ledger.plan_grow(1).pages == 0
+    ledger.settle_shrink(shrink, released=True)
+    assert ledger.plan_grow(2).pages == 1
 
 
 def test_a_higher_limit_counts_at_once_and_every_id_is_handed_out_once() -> None:

@@ -51,9 +51,10 @@ def test_a_block_that_was_used_again_is_no_longer_the_coldest() -> None:
     ledger = mapped(4, 1)
     cached(ledger, {0: 1, 1: 2, 2: 3})
     ledger.touch([0])
-    assert ledger.victims_for_blocks(1) == [1]
     ledger.give_cached([0], 1, 9)
     assert ledger.victims_for_blocks(3) == [1, 2, 0]
+    ledger.touch([1])
+    assert ledger.victims_for_blocks(1) == [2]
 
 
 def test_pages_are_emptied_where_least_is_lost() -> None:
@@ -138,6 +139,19 @@ def test_a_hot_prefix_outlives_cold_ones_and_dense_pages_do_not_stay_for_ever() 
         assert all(ledger.is_cached(block) for block in hot)
     check(ledger)
     assert sum(record[0] == 0 for record in ledger._cache.blocks.values()) == 0, "what was never used again is gone"
+
+
+def test_a_dense_page_goes_once_enough_has_come_and_gone_since() -> None:
+    ledger = mapped(8, 20)
+    ledger.give_cached(ids_of(ledger.take(8)), 0, 0)
+    for use in range(1, 9):
+        ledger.give_cached(ids_of(ledger.take(5)), 0, use)
+        ledger.take(3)  # another request owns the rest of the page
+        ledger.evict(ledger.cached_overflow(20))
+        if use == 3:
+            assert ledger.is_cached(0), "thin pages of its time go first"
+    assert not ledger.is_cached(0)
+    check(ledger)
 
 
 def test_the_indexes_stay_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
