@@ -36,7 +36,7 @@ def parse(arguments: list[str] | None = None) -> Options:
     parser.add_argument("--no-live", action="store_true", help="print lines instead of a table that is rewritten in place")
     parser.add_argument("--keep", action="store_true", help="leave the engines running at the end, until Ctrl-C, to try kvctl on them")
     parser.add_argument("--output", type=Path, default=ROOT / "demo-output", metavar="DIR", help="picture, answers and logs (demo-output)")
-    parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S", help="longest start (default %(default).0f)")
+    parser.add_argument("--start-timeout", type=float, default=420.0, metavar="S", help="longest start (default %(default).0f)")
     asked = parser.parse_args(arguments)
     return Options(
         rounds=asked.rounds,

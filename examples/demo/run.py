@@ -37,6 +37,8 @@ PROMPT_TOKENS = 64
 """Room for the system line and the longest prompt, with the chat template."""
 FLOAT32_BYTES = 4
 FALL_BACK_TIMEOUT_S = 30.0
+LEGEND = """   leased: what an engine may hold at this moment, and all that is missing on the card. It is made of owned: blocks of running
+   requests; cached: prefixes kept for later; parked: mapped and empty, kept ready; rest: free blocks on pages that are in use."""
 
 
 class Demo:
@@ -102,6 +104,7 @@ class Demo:
         self._screen.waiting([f"{passed_s:4.0f} s  {engine.server.name:>8}  {engine.last_line()}" for engine in engines])
 
     def _ask_all(self, engines: Sequence[Engine]) -> None:
+        self._screen.say(LEGEND)
         self._start_s = time.monotonic()
         questioners = [Questioner(engine.server, prompts) for engine, prompts in zip(engines, (FACTS, STORIES), strict=True)]
         plan = LoadPlan(self._options.rounds * len(engines), self._options.requests, self._options.seconds)

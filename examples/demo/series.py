@@ -4,13 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-FELL_BACK_FRACTION = 0.25
-"""At the end an engine may still hold this part of its own peak: the page of its null block and the capped prefix cache."""
+FELL_BACK_FRACTION = 1 / 3
+"""At the end an engine may still hold this part of its own peak: the page of its null block and that of the capped prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +132,7 @@ def _fell_back(story: Story, name: str) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the live table, as text."""
+    """One line of the live table, as text; sizes in MiB."""
 
     name: str
     running: str
@@ -157,35 +153,25 @@ def rows(story: Story, bar_width: int = 30) -> list[Row]:
 
 
 def _engine_row(story: Story, name: str, memory: EngineMemory, bar_width: int) -> Row:
-    return Row(
-        name=name,
-        running=str(story.running(name)),
-        answered=str(len(story.answered(name))),
-        lease=mib(memory.lease_bytes),
-        owned=mib(memory.owned_bytes),
-        cached=mib(memory.cached_bytes),
-        parked=mib(memory.parked_bytes),
-        rest=mib(memory.rest_bytes),
-        bar=bar(memory.lease_bytes, story.budget_bytes, bar_width),
-    )
+    sizes = (memory.lease_bytes, memory.owned_bytes, memory.cached_bytes, memory.parked_bytes, memory.rest_bytes)
+    return _row(story, name, story.running(name), len(story.answered(name)), sizes, bar_width)
 
 
 def _card_row(story: Story, sample: Sample, bar_width: int) -> Row:
-    def total(values: Sequence[int]) -> str:
-        return mib(sum(values))
-
-    engines = [sample.of(name) for name in story.names]
-    return Row(
-        name="card",
-        running=str(sum(story.running(name) for name in story.names)),
-        answered=str(len(story.answers)),
-        lease=mib(sample.lease_bytes),
-        owned=total([memory.owned_bytes for memory in engines]),
-        cached=total([memory.cached_bytes for memory in engines]),
-        parked=total([memory.parked_bytes for memory in engines]),
-        rest=total([memory.rest_bytes for memory in engines]),
-        bar=bar(sample.lease_bytes, story.budget_bytes, bar_width),
+    engines = list(sample.engines.values())
+    sizes = (
+        sample.lease_bytes,
+        sum(memory.owned_bytes for memory in engines),
+        sum(memory.cached_bytes for memory in engines),
+        sum(memory.parked_bytes for memory in engines),
+        sum(memory.rest_bytes for memory in engines),
     )
+    return _row(story, "card", sum(story.running(name) for name in story.names), len(story.answers), sizes, bar_width)
+
+
+def _row(story: Story, name: str, running: int, answered: int, sizes: tuple[int, int, int, int, int], bar_width: int) -> Row:
+    lease, owned, cached, parked, rest = (f"{size / (1 << 20):.0f}" for size in sizes)
+    return Row(name, str(running), str(answered), lease, owned, cached, parked, rest, bar(sizes[0], story.budget_bytes, bar_width))
 
 
 def plain_line(story: Story) -> str:

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from examples.demo.series import plain_line, rows
+from rich import box
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 PLAIN_EVERY_S = 2.0
 COLUMNS = ("engine", "running", "answered", "leased", "owned", "cached", "parked", "rest")
+TABLE_WIDTH = 68  # of all columns but the bar, so that the table fits a terminal of 80
 STYLES = ("blue", "dark_orange", "bold")
 
 
@@ -85,7 +87,7 @@ class LiveScreen(PlainScreen):
         self._live.update(Text("\n".join("   " + shorten(line, width) for line in lines), style="dim"), refresh=True)
 
     def update(self, story: Story) -> None:
-        self._live.update(table(story, bar_width=max(10, self._console.width - 88)), refresh=True)
+        self._live.update(table(story, bar_width=max(8, self._console.width - TABLE_WIDTH)), refresh=True)
 
     def answer(self, answer: Answer) -> None:
         self.say(answer_line(answer, self._console.width - 1))
@@ -98,16 +100,17 @@ class LiveScreen(PlainScreen):
 
 def table(story: Story, bar_width: int) -> Table:
     """The live table: a row for each engine, one for the card, and what static engines would hold."""
-    shown = Table(title=f"the card: {story.budget_bytes >> 20} MiB for all engines together", title_justify="left", expand=False)
+    title = f"the card: {story.budget_bytes >> 20} MiB for all engines together; sizes in MiB"
+    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in COLUMNS:
         shown.add_column(column, justify="left" if column == "engine" else "right", no_wrap=True)
-    shown.add_column("share of the card", no_wrap=True)
+    shown.add_column("of the card", no_wrap=True)
     lines = rows(story, bar_width)
     for number, row in enumerate(lines):
         style = STYLES[min(number, len(STYLES) - 1)] if row.name != "card" else "bold"
         cells = (row.name, row.running, row.answered, row.lease, row.owned, row.cached, row.parked, row.rest, row.bar)
         shown.add_row(*cells, style=style, end_section=number == len(lines) - 2)
-    shown.caption = f"{len(story.names)} static engines, sized for what was seen so far: {story.all_static_bytes() >> 20} MiB, all the time"
+    shown.caption = f"{len(story.names)} static engines, for what was seen so far: {story.all_static_bytes() >> 20} MiB, all the time"
     shown.caption_justify = "left"
     return shown
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NAMES = ("facts", "stories")
 BLOCK_TOKENS = 32
-CACHED_TOKENS = 256
+CACHED_TOKENS = 32
 
 
 def engine_environment(name: str, engine_folder: Path, run_dir: Path, sizes: Sizes) -> dict[str, str]:

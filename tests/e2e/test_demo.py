@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ("--rounds", "1", "--requests", "6", "--tokens", "40", "--no-live")
+SMALL = ("--rounds", "1", "--requests", "8", "--tokens", "64", "--no-live")
 
 
 @pytest.mark.engine
@@ -24,7 +24,7 @@ def test_two_engines_answer_on_a_card_that_is_too_small_for_both(tmp_path: Path)
     assert len(checks) == 5
     assert "FAILED" not in done.stdout
     answers = (tmp_path / "answers.txt").read_text(encoding="utf-8")
-    assert answers.count("[facts]") == answers.count("[stories]") == 6
+    assert answers.count("[facts]") == answers.count("[stories]") == 8
     assert "Paris" in answers
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     svg = (tmp_path / "memory.svg").read_text(encoding="utf-8")

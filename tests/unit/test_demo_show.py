@@ -51,12 +51,20 @@ def test_on_a_terminal_there_is_a_table() -> None:
     text = out.getvalue()
     for part in (
         "loading",
-        "share of the card",
+        "of the card",
         "20 MiB for all engines together",
-        "2 static engines, sized for what was seen so far: 9 MiB",
+        "2 static engines, for what was seen so far: 9 MiB",
         "because",
     ):
         assert part in text
+
+
+def test_the_table_fits_a_terminal_of_80_columns() -> None:
+    out = io.StringIO()
+    with open_screen(Console(file=out, width=80, force_terminal=True), live=True) as screen:
+        screen.update(story())
+    assert "…" not in out.getvalue()
+    assert "answered" in out.getvalue()
 
 
 def test_no_live_wins_over_a_terminal() -> None:
