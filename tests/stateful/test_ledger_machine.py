@@ -408,5 +408,5 @@ class LedgerMachine(RuleBasedStateMachine):
         assert counts.limit_pages == self.ledger.limit_pages == model.limit
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestLedger = LedgerMachine.TestCase
