@@ -219,6 +219,20 @@ def test_a_slow_answer_does_not_need_the_lock_that_the_engine_holds(port):
         assert sum(count for _, count in pool.take(4)) == 4
 
 
+def test_pages_on_their_way_out_are_waited_for_where_the_limit_needs_them(port):
+    pool = make(port, limit_pages=2, grow_deadline_s=20)
+    pool.give(pool.take(8))
+    port.held_back = []
+    shrinking = threading.Thread(target=pool.shrink, args=(2,), kwargs={"deadline_s": 20})
+    shrinking.start()
+    while not port.held_back:
+        pass
+    threading.Timer(0.05, port.release).start()
+    assert sum(count for _, count in pool.take(8)) == 8
+    shrinking.join()
+    must_be_consistent(pool)
+
+
 def test_busy_keeps_the_pages(port):
     pool = make(port)
     pool.give(pool.take(4))

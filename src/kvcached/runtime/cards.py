@@ -115,6 +115,10 @@ class OpenCard:
             if self._peers(instance).press(size_bytes - result.grantable_bytes, left_s) == 0:
                 time.sleep(min(_RETRY_S, left_s))
 
+    def adopt_other(self, instance: str, name: str, size_bytes: int) -> Entry:
+        """Count memory that is not KV and that this process has allocated already, whether or not the budget has room for it."""
+        return self.record.register(EntrySpec(Kind.OTHER, instance, name), adopt_lease_bytes=size_bytes)
+
     def open_mapper(
         self,
         geometry: BlockGeometry,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvcached.runtime.pool import Pool
 
 _LOCK_TIMEOUT_S: Final = 1.0
+_PRESSURE_LOCK_TIMEOUT_S: Final = 0.05  # an engine that is busy for longer is growing itself, perhaps by pressing the asker
 _STATUS_TIMEOUT_S: Final = 1.0
 
 
@@ -41,11 +42,9 @@ class PoolOperations:
         self._status_timeout_s = port_status_timeout_s
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[Pool]:
-        if not self._pool.lock.acquire(timeout=_LOCK_TIMEOUT_S):
-            raise PeerTimeout(
-                f"the engine of {self._instance} has been inside one scheduling step for over {_LOCK_TIMEOUT_S:g} s; try again"
-            )
+    def _locked(self, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[Pool]:
+        if not self._pool.lock.acquire(timeout=timeout_s):
+            raise PeerTimeout(f"the engine of {self._instance} has been inside one scheduling step for over {timeout_s:g} s; try again")
         try:
             yield self._pool
         finally:
@@ -149,7 +148,7 @@ class PoolOperations:
 
     def pressure(self, wanted_bytes: int) -> BytesAnswer:
         """Parked pages at once, then cached blocks as far as the pool stays at or above its floor."""
-        with self._locked() as pool:
+        with self._locked(_PRESSURE_LOCK_TIMEOUT_S) as pool:
             pages = pool.pages_over(wanted_bytes)
         given_bytes = self._pool.shrink(pages) + self._pool.trim_handles()
         if given_bytes < wanted_bytes:

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvcached.core.ledger import Ledger
 from kvcached.core.pages import NO_MARKER
-from kvcached.core.plans import GrowPlan, ShrinkPlan
 from kvcached.errors import InvariantBroken, KVCachedError, Misuse, PoolExhausted, StateUnknown
-from kvcached.ranks.api import MapperPort, MapperStatus, Outcome, Report, Verdict
+from kvcached.ranks.api import MapperPort, MapperStatus, Report, Verdict
+from kvcached.runtime.pagework import PageWork
+from kvcached.units import ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -83,9 +82,9 @@ class Pool:
         self._press = press
         self._step_bytes = geometry.release_step_bytes
         self._ledger = Ledger(geometry, limit_pages=self._pages_within(limits.limit_bytes))
-        self._done: deque[tuple[GrowPlan | ShrinkPlan, Future[Outcome]]] = deque()
-        self._failed: StateUnknown | None = None
-        self._closed = False
+        self._work = PageWork(
+            self._ledger, port, self.lock, large_run_pages=self.options.large_run_pages, stranded_fraction=self.options.stranded_fraction
+        )
         self._last_refusal = ""
         self._refused_until_s = 0.0
         self._adopt(adopted_pages)
@@ -120,7 +119,7 @@ class Pool:
         """Ids of `blocks` blocks as (first, count), all on mapped pages. Raises `PoolExhausted`; then nothing was taken."""
         with self.lock:
             ranges = self._ledger.take(blocks)
-            if ranges is None or self._failed is not None or self._closed:
+            if ranges is None or self._work.refusing:
                 return self._take_cold(blocks, ranges)
             if self._ledger.parked_pages < self.low_mark_pages and self.on_low is not None:
                 self.on_low()
@@ -130,7 +129,7 @@ class Pool:
         """Grow, then evict what is cached here; others are pressed only when that would not be enough."""
         if ranges is not None:
             self._ledger.give(ranges, NOTHING_IN_FLIGHT)
-        self._refuse()
+        self._work.refuse()
         can_evict = self._ledger.available() + self._ledger.cached_blocks >= blocks
         if not can_evict or time.monotonic() >= self._refused_until_s:
             self.grow(blocks - self._ledger.available(), urgent=not can_evict)
@@ -146,7 +145,7 @@ class Pool:
     def take_ids(self, ids: Sequence[int]) -> None:
         """Take exactly these free ids, all or none. Raises `PoolExhausted` when one is not free on a mapped page."""
         with self.lock:
-            self._refuse()
+            self._work.refuse()
             if not self._ledger.take_ids(ids):
                 raise PoolExhausted(len(ids), self._ledger.available(), "blocks", "not every id asked for is free on a mapped page")
 
@@ -198,76 +197,51 @@ class Pool:
         `urgent`: requests wait for the blocks, so other pools are asked to give memory back.
         """
         with self.lock:
-            self._settle_done()
+            self._work.settle()
             before = self._ledger.available()
             deadline = time.monotonic() + (self.options.grow_deadline_s if deadline_s is None else deadline_s)
-            missing = self._pages_for(blocks)
-            refused = self._grow_once(missing, deadline, urgent) if missing > 0 else None
-            if refused is not None:
-                self._grow_after_refusal(before + blocks, refused, deadline, urgent)
+            target = before + blocks
+            refused = self._grow_once(target, deadline, urgent)
+            if refused and self._work.await_unmaps(deadline):
+                refused = self._grow_once(target, deadline, urgent)
+            if refused and urgent and self._press_for(target, deadline):
+                self._grow_once(target, deadline, urgent)
             return self._ledger.available() - before
 
-    def _grow_after_refusal(self, target_blocks: int, refused: Outcome, deadline: float, urgent: bool) -> None:
-        """Ask others for memory, then take what there is: all of it, else as many whole pages as were grantable."""
-        if urgent and self._press is not None:
-            wanted_bytes = self._pages_for(target_blocks - self._ledger.available()) * self._step_bytes
-            if self._press(wanted_bytes - refused.size_bytes, max(0.0, deadline - time.monotonic())) > 0:
-                again = self._grow_once(self._pages_for(target_blocks - self._ledger.available()), deadline, urgent)
-                if again is None:
-                    return
-                refused = again
-        pages = min(refused.size_bytes // self._step_bytes, self._pages_for(target_blocks - self._ledger.available()))
-        if pages > 0:
-            self._grow_once(pages, deadline, urgent)
+    def _grow_once(self, target_blocks: int, deadline: float, urgent: bool) -> bool:
+        """Map what `target_blocks` available blocks lack, else what the card grants. Whether it refused, so that room would help."""
+        pages = self._pages_for(target_blocks - self._ledger.available())
+        outcome = self._work.map(pages, urgent=urgent, deadline=deadline) if pages > 0 else None
+        if outcome is None or outcome.verdict is Verdict.DONE:
+            return False
+        self._last_refusal = outcome.reason
+        self._refused_until_s = time.monotonic() + self.options.refusal_pause_s
+        grantable = min(pages - 1, outcome.size_bytes // self._step_bytes)
+        if grantable > 0:
+            self._work.map(grantable, urgent=urgent, deadline=deadline)
+        return outcome.verdict is Verdict.EXHAUSTED
+
+    def _press_for(self, target_blocks: int, deadline: float) -> bool:
+        """Ask other pools for what is still missing. Whether they gave something."""
+        wanted_bytes = self._pages_for(target_blocks - self._ledger.available()) * self._step_bytes
+        return self._press is not None and self._press(wanted_bytes, max(0.0, deadline - time.monotonic())) > 0
 
     def grow_reserve(self, pages: int, deadline_s: float = 1.0) -> int:
-        """Map up to `pages` pages ahead of need. Returns the pages gained within the deadline."""
-        with self.lock:
-            self._refuse()
-            self._settle_done()
-            plan = self._ledger.plan_grow(pages, max_run_pages=self._run_pages(pages))
-        if not plan.runs:
-            return 0
-        future = self._perform(plan, self._port.map(plan.runs, urgent=False))
-        outcome = self._wait(future, time.monotonic() + deadline_s)
-        return sum(count for _, count in plan.runs) if outcome is not None and outcome.verdict is Verdict.DONE else 0
+        """Map up to `pages` pages ahead of need. Returns the blocks gained within the deadline."""
+        before = self._ledger.available()
+        self._work.map(pages, urgent=False, deadline=time.monotonic() + deadline_s)
+        return max(0, self._ledger.available() - before)
 
     def pages_over(self, size_bytes: int) -> int:
         """The least number of pages that together hold `size_bytes`."""
-        return -(-size_bytes // self._step_bytes)
+        return ceil_div(size_bytes, self._step_bytes)
 
     def _pages_for(self, blocks: int) -> int:
-        return -(-blocks // self.geometry.max_blocks_per_page)
-
-    def _grow_once(self, pages: int, deadline: float, urgent: bool) -> Outcome | None:
-        """None when the pages were mapped or the limit allows none; else the outcome that says why not."""
-        plan = self._ledger.plan_grow(pages, max_run_pages=self._run_pages(pages))
-        if not plan.runs:
-            return None
-        future = self._perform(plan, self._port.map(plan.runs, urgent=urgent))
-        outcome = self._wait(future, deadline)
-        if outcome is None or outcome.verdict is Verdict.DONE:
-            return None
-        self._last_refusal = outcome.reason
-        self._refused_until_s = time.monotonic() + self.options.refusal_pause_s
-        return outcome
-
-    def _run_pages(self, pages: int) -> int:
-        """A large run only where it is filled, and while few bytes are stranded in runs that are partly used."""
-        large = self.options.large_run_pages
-        held = self._ledger.counts().held_pages
-        return large if pages >= large and self._ledger.stranded_pages() <= held * self.options.stranded_fraction else 1
+        return ceil_div(blocks, self.geometry.max_blocks_per_page)
 
     def shrink(self, pages: int, *, keep_parked: int = 0, deadline_s: float = 1.0) -> int:
         """Unmap up to `pages` parked pages in whole runs, leaving `keep_parked`. Returns the bytes given back within the deadline."""
-        with self.lock:
-            self._refuse()
-            self._settle_done()
-            plan = self._ledger.plan_shrink(pages, keep_parked=keep_parked)
-        if not plan.runs:
-            return 0
-        future = self._perform(plan, self._port.unmap(plan.runs))
-        outcome = self._wait(future, time.monotonic() + deadline_s)
+        outcome = self._work.unmap(pages, keep_parked=keep_parked, deadline=time.monotonic() + deadline_s)
         return outcome.size_bytes if outcome is not None and outcome.verdict is Verdict.DONE else 0
 
     def free_pages(self, pages: int) -> None:
@@ -281,49 +255,13 @@ class Pool:
         wait_for([future], deadline_s)
         return future.result().size_bytes if future.done() and future.exception() is None else 0
 
-    def _perform(self, plan: GrowPlan | ShrinkPlan, future: Future[Outcome]) -> Future[Outcome]:
-        future.add_done_callback(lambda done: self._done.append((plan, done)))
-        return future
-
-    def _wait(self, future: Future[Outcome], deadline: float) -> Outcome | None:
-        """The outcome, settled; None when it has not come in time (it is settled when it comes)."""
-        if not future.done():
-            wait_for([future], max(0.0, deadline - time.monotonic()))
-        with self.lock:
-            self._settle_done()
-            self._refuse()
-        return future.result() if future.done() else None
-
-    def _settle_done(self) -> None:
-        while self._done:
-            plan, future = self._done.popleft()
-            error = future.exception()
-            outcome = Outcome(Verdict.BROKEN, reason=str(error)) if error else future.result()
-            self._settle(plan, outcome)
-
-    def _settle(self, plan: GrowPlan | ShrinkPlan, outcome: Outcome) -> None:
-        done = outcome.verdict is Verdict.DONE
-        if isinstance(plan, GrowPlan):
-            self._ledger.settle_grow(plan, mapped=done, quarantined=outcome.pages)
-        else:
-            self._ledger.settle_shrink(plan, released=done, quarantined=outcome.pages)
-        unknown = outcome.verdict is Verdict.UNKNOWN and not outcome.pages
-        if unknown or outcome.verdict in (Verdict.BROKEN, Verdict.REFUSED):
-            self.fail(f"mapping ended {outcome.verdict.name}: {outcome.reason}")
-
     def fail(self, reason: str) -> None:
         """From here on every call is refused: it is not known what is mapped."""
-        self._failed = self._failed or StateUnknown(f"this pool refuses work: {reason}")
+        self._work.fail(reason)
 
     @property
     def failed(self) -> StateUnknown | None:
-        return self._failed
-
-    def _refuse(self) -> None:
-        if self._failed is not None:
-            raise self._failed
-        if self._closed:
-            raise Misuse("this pool is closed")
+        return self._work.failed
 
     # ------------------------------------------------------------------ limits and sight
 
@@ -333,7 +271,7 @@ class Pool:
     def set_limits(self, limits: Limits) -> None:
         """Replace limit, floor and weight. Nothing owned is taken; the keeper brings the pool below a lower limit."""
         with self.lock:
-            self._refuse()
+            self._work.refuse()
             self._ledger.set_limit(self._pages_within(limits.limit_bytes), limits.revision)
             self.limits = limits
 
@@ -343,7 +281,7 @@ class Pool:
 
     def counts(self) -> PoolCounts:
         with self.lock:
-            self._settle_done()
+            self._work.settle()
             return self._ledger.counts()
 
     def port_status(self, timeout_s: float) -> MapperStatus:
@@ -380,11 +318,8 @@ class Pool:
 
     def close(self) -> None:
         """Give everything back. A second call does nothing."""
-        with self.lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._port.close()
+        if self._work.close():
+            self._port.close()
 
 
 def must_be_consistent(pool: Pool) -> None:

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Performing a ledger's plans: map and unmap through the mapper, without the pool's lock, and settle what came of it under the lock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from typing import TYPE_CHECKING
+
+from kvcached.core.plans import GrowPlan, ShrinkPlan
+from kvcached.errors import Misuse, StateUnknown
+from kvcached.ranks.api import Outcome, Verdict
+
+if TYPE_CHECKING:
+    from kvcached.core.ledger import Ledger
+    from kvcached.ranks.api import MapperPort
+
+
+class PageWork:
+    """Owns the plans that are under way. `lock` is the pool's; every method may be called with it or without it.
+
+    An answer that comes late is settled by whoever settles next, so nothing is lost and nobody has to wait for it. An outcome that
+    leaves unknown what is mapped makes this object, and with it the pool, refuse all work: `StateUnknown`.
+    """
+
+    def __init__(self, ledger: Ledger, port: MapperPort, lock: threading.RLock, *, large_run_pages: int, stranded_fraction: float) -> None:
+        self._ledger = ledger
+        self._port = port
+        self._lock = lock
+        self._large_run_pages = large_run_pages
+        self._stranded_fraction = stranded_fraction
+        self._answers: deque[tuple[GrowPlan | ShrinkPlan, Future[Outcome]]] = deque()
+        self._answered = threading.Event()
+        self._closed = False
+        self.failed: StateUnknown | None = None
+
+    def map(self, pages: int, *, urgent: bool, deadline: float) -> Outcome | None:
+        """Map up to `pages` more pages, as the limit allows. The outcome; None when the limit allows none or no answer came in time."""
+        with self._lock:
+            self.refuse()
+            self._settle_and_make_room(pages, deadline)
+            plan = self._ledger.plan_grow(pages, max_run_pages=self._run_pages(pages))
+        if not plan.runs:
+            return None
+        return self._wait(self._perform(plan, self._port.map(plan.runs, urgent=urgent)), deadline)
+
+    def unmap(self, pages: int, *, keep_parked: int, deadline: float) -> Outcome | None:
+        """Unmap up to `pages` parked pages in whole runs, leaving `keep_parked`. None when there are none or no answer came in time."""
+        with self._lock:
+            self.refuse()
+            self.settle()
+            plan = self._ledger.plan_shrink(pages, keep_parked=keep_parked)
+        if not plan.runs:
+            return None
+        return self._wait(self._perform(plan, self._port.unmap(plan.runs)), deadline)
+
+    def await_unmaps(self, deadline: float) -> bool:
+        """Whether pages that were on their way out are gone now: what they held can be had again."""
+        with self._lock:
+            before = self._ledger.counts().unmapping_pages
+            while self._ledger.counts().unmapping_pages and self._await_answer(deadline):
+                pass
+            return self._ledger.counts().unmapping_pages < before
+
+    def _settle_and_make_room(self, pages: int, deadline: float) -> None:
+        """Pages on their way out count against the limit until they are gone: wait for them where they stand in the way."""
+        self.settle()
+        counts = self._ledger.counts()
+        if counts.limit_pages - counts.held_pages < pages and counts.unmapping_pages:
+            self.await_unmaps(deadline)
+
+    def _await_answer(self, deadline: float) -> bool:
+        self._answered.clear()
+        if self._answers:
+            self.settle()
+            return True
+        if not self._answered.wait(max(0.0, deadline - time.monotonic())):
+            return False
+        self.settle()
+        return True
+
+    def _run_pages(self, pages: int) -> int:
+        """A large run only where it is filled, and while few bytes are stranded in runs that are partly used."""
+        large, stranded = self._large_run_pages, self._ledger.stranded_pages()
+        return large if pages >= large and stranded <= self._ledger.held_pages * self._stranded_fraction else 1
+
+    def _perform(self, plan: GrowPlan | ShrinkPlan, future: Future[Outcome]) -> Future[Outcome]:
+        def arrived(done: Future[Outcome]) -> None:
+            self._answers.append((plan, done))
+            self._answered.set()
+
+        future.add_done_callback(arrived)
+        return future
+
+    def _wait(self, future: Future[Outcome], deadline: float) -> Outcome | None:
+        if not future.done():
+            wait_for([future], max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            self.settle()
+            self.refuse()
+        return future.result() if future.done() else None
+
+    def settle(self) -> None:
+        """Write every answer that has come into the ledger."""
+        with self._lock:
+            while self._answers:
+                plan, future = self._answers.popleft()
+                error = future.exception()
+                self._settle(plan, Outcome(Verdict.BROKEN, reason=str(error)) if error else future.result())
+
+    def _settle(self, plan: GrowPlan | ShrinkPlan, outcome: Outcome) -> None:
+        done = outcome.verdict is Verdict.DONE
+        if isinstance(plan, GrowPlan):
+            self._ledger.settle_grow(plan, mapped=done, quarantined=outcome.pages)
+        else:
+            self._ledger.settle_shrink(plan, released=done, quarantined=outcome.pages)
+        unknown = outcome.verdict is Verdict.UNKNOWN and not outcome.pages
+        if unknown or outcome.verdict in (Verdict.BROKEN, Verdict.REFUSED):
+            self.fail(f"mapping ended {outcome.verdict.name}: {outcome.reason}")
+
+    def fail(self, reason: str) -> None:
+        """From here on every call is refused."""
+        self.failed = self.failed or StateUnknown(f"this pool refuses work: {reason}")
+
+    @property
+    def refusing(self) -> bool:
+        return self._closed or self.failed is not None
+
+    def refuse(self) -> None:
+        """Raises `StateUnknown` after a failure, `Misuse` after `close`."""
+        if self.failed is not None:
+            raise self.failed
+        if self._closed:
+            raise Misuse("this pool is closed")
+
+    def close(self) -> bool:
+        """Refuse from here on. False when that was so already."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+        return first
