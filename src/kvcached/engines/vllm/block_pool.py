@@ -59,7 +59,8 @@ class ElasticBlockPool(BlockPool):
     def free_blocks(self, ordered_blocks: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         ordered = list(ordered_blocks)
         super().free_blocks(ordered, *args, **kwargs)
-        free, cached = [], []
+        free: list[int] = []
+        cached: list[int] = []
         for block in {block.block_id: block for block in ordered}.values():
             if block.ref_cnt == 0 and not block.is_null:
                 (free if block.block_hash is None or not self.enable_caching else cached).append(block.block_id)
@@ -106,5 +107,5 @@ class ElasticBlockPool(BlockPool):
 
     def get_usage(self) -> float:
         """Blocks in use, as a share of what the pool may hold."""
-        in_use = self.num_gpu_blocks - 1 - super().get_num_free_blocks()
+        in_use = int(self.num_gpu_blocks) - 1 - int(super().get_num_free_blocks())
         return min(1.0, in_use / max(1, self.kvcached_pool.max_blocks() - 1))

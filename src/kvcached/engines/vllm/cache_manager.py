@@ -49,7 +49,7 @@ class ElasticKVCacheManager(KVCacheManager):
             )
             return False
         reserved = int(options.get("reserved_blocks", 0)) + int(self.watermark_blocks)
-        missing = total - held + reserved - self.block_pool.get_num_free_blocks()
+        missing: int = total - held + reserved - self.block_pool.get_num_free_blocks()
         if missing <= 0 or time.monotonic() < self.kvcached_refused_until_s:
             return missing <= 0
         gained = self.kvcached_pool.grow(missing)

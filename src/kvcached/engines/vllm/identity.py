@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
     from kvcached.config import Settings
+
+_NOT_IN_A_NAME: Final = re.compile(r"[^A-Za-z0-9._-]+")
+_MODEL_LETTERS: Final = 32
 
 
 class Identity(NamedTuple):
@@ -19,8 +24,10 @@ class Identity(NamedTuple):
     @classmethod
     def of(cls, settings: Settings, vllm_config: Any) -> Identity:
         """vLLM makes its instance id once, in the front end, and hands it to every process with the configuration."""
-        instance = settings.instance_name or f"vllm-{vllm_config.instance_id}"
-        return cls(instance, settings.model_name or _model_name(vllm_config.model_config))
+        name = settings.model_name or _model_name(vllm_config.model_config)
+        mark = hashlib.sha256(str(vllm_config.instance_id).encode()).hexdigest()[:8]
+        letters = _NOT_IN_A_NAME.sub("-", name).strip("-._")[:_MODEL_LETTERS] or "vllm"
+        return cls(settings.instance_name or f"{letters}-{mark}", name)
 
 
 def _model_name(model_config: Any) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcached.config import check_public_package, load_settings
+from kvcached.config import check_public_package
 from kvcached.engines.vllm.chain import class_over, is_ours, name_over
 from kvcached.engines.vllm.support import require_features, require_release
+from kvcached.units import MIB
 
 if TYPE_CHECKING:
-    from kvcached.config import Settings
-
     _Platform = Any
 else:
     _Platform = object
@@ -19,6 +18,8 @@ else:
 _HERE: Final = __name__
 _WORKER: Final = "kvcached.engines.vllm.worker"
 _SCHEDULER: Final = "kvcached.engines.vllm.scheduler"
+# With a size set, vLLM derives none from the memory that is free on the whole device. The worker tells the true one, the range.
+_ANY_SIZE_BYTES: Final = MIB
 _STOCK_SCHEDULERS: Final = {False: "vllm.v1.core.sched.scheduler.Scheduler", True: "vllm.v1.core.sched.async_scheduler.AsyncScheduler"}
 
 
@@ -34,17 +35,17 @@ def platform_name() -> str | None:
     return None if stock is None else name_over(_HERE, stock)
 
 
-class ElasticPlatform(_Platform):  # type: ignore[misc]
+class ElasticPlatform(_Platform):
     """Nothing differs from the stock platform but the classes that it names."""
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
         super().check_and_update_config(vllm_config)
         if vllm_config.model_config is not None:
-            make_elastic(vllm_config, load_settings())
+            make_elastic(vllm_config)
 
 
-def make_elastic(vllm_config: Any, settings: Settings) -> None:
+def make_elastic(vllm_config: Any) -> None:
     """Name our classes over those that are set. Raises `EngineNotSupported` for a release or a feature that cannot be elastic."""
     import vllm
 
@@ -56,8 +57,7 @@ def make_elastic(vllm_config: Any, settings: Settings) -> None:
         parallel.worker_cls = name_over(_WORKER, parallel.worker_cls)
     if not is_ours(scheduler.scheduler_cls, _SCHEDULER):
         scheduler.scheduler_cls = name_over(_SCHEDULER, _scheduler_name(scheduler))
-    # With a size set, vLLM compares nothing with the memory that is free on the whole device; the worker tells the true range.
-    vllm_config.cache_config.kv_cache_memory_bytes = settings.host_capacity_bytes
+    vllm_config.cache_config.kv_cache_memory_bytes = _ANY_SIZE_BYTES
 
 
 def _scheduler_name(scheduler_config: Any) -> str:

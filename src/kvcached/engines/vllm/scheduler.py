@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
     return class_over(ElasticScheduler, name)
 
 
-class ElasticScheduler(_Scheduler):  # type: ignore[misc]
+class ElasticScheduler(_Scheduler):
     """Schedules as its base class does; blocks come from, and go back to, an elastic pool."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from kvcached import __version__
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
     from kvcached.config import Settings
     from kvcached.ranks.api import MapperPort
+    from kvcached.runtime.operations import PoolOperations
+
+_log = logging.getLogger("kvcached.vllm")
 
 
 class SchedulerMemory:
@@ -40,11 +44,16 @@ class SchedulerMemory:
         self._paused = False
         self._owner = _start_owner(settings, scheduler)
         self.pool = self._owner.pool
-        self.lock: threading.RLock = self.pool.lock  # type: ignore[valid-type]
+        self.lock: threading.RLock = self.pool.lock
         with self.lock:
             ElasticBlockPool.adopt(scheduler.kv_cache_manager.block_pool, self.pool, self.steps)
             self._manager = ElasticKVCacheManager.adopt(scheduler.kv_cache_manager, self.pool)
         self._owner.start()
+
+    @property
+    def operations(self) -> PoolOperations:
+        """What `kvctl` can ask of this pool."""
+        return self._owner.operations
 
     def describe(self) -> str:
         """One line for the log: what is in place."""
@@ -75,7 +84,9 @@ class SchedulerMemory:
         self._paused = paused
 
     def note_reset(self) -> None:
-        """A reset while paused is how vLLM goes to sleep."""
+        """A reset of the cache while paused is how vLLM goes to sleep: what is empty leaves now."""
+        if self._paused:
+            self._owner.rest()
 
     def close(self) -> None:
         """Give everything back. A second call does nothing."""
@@ -84,15 +95,13 @@ class SchedulerMemory:
 
 def end_with_error(scheduler: Any, outputs: Any, request_id: str, reason: str) -> None:
     """Finish one request with an error, and tell its client."""
-    import logging
-
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
     from vllm.v1.request import RequestStatus
 
     request = scheduler.requests.get(request_id)
     if request is None or not scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR):
         return
-    logging.getLogger("kvcached.vllm").error("request %s ended with an error: %s", request_id, reason)
+    _log.error("request %s ended with an error: %s", request_id, reason)
     answer = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
     outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(answer)
 

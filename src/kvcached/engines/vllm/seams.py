@@ -43,20 +43,32 @@ _INTERFACE: Final = "vllm.v1.kv_cache_interface"
 _RUNNER: Final = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 
 SEAMS: Final[tuple[Seam, ...]] = (
-    Seam("vllm.plugins:load_general_plugins", Kind.DOOR, "the second door: an engine that is asked to be elastic and is not must not start"),
+    Seam(
+        "vllm.plugins:load_general_plugins", Kind.DOOR, "the second door: an engine that is asked to be elastic and is not must not start"
+    ),
     Seam("vllm.platforms:builtin_platform_plugins", Kind.DOOR, "which platform vLLM would use: ours subclasses it"),
     Seam("vllm.platforms:resolve_current_platform_cls_qualname", Kind.DOOR, "asks the entry points for a platform class"),
     Seam("vllm.config.parallel:ParallelConfig.worker_cls", Kind.DOOR, "name of the worker class"),
     Seam("vllm.config.scheduler:SchedulerConfig.scheduler_cls", Kind.DOOR, "name of the scheduler class"),
     Seam("vllm.config.scheduler:SchedulerConfig.async_scheduling", Kind.FIELD, "which scheduler class is the default"),
-    Seam("vllm.config.cache:CacheConfig.kv_cache_memory_bytes", Kind.FIELD, "a size that is set skips guards on the whole device's free memory"),
+    Seam(
+        "vllm.config.cache:CacheConfig.kv_cache_memory_bytes",
+        Kind.FIELD,
+        "a size that is set skips guards on the whole device's free memory",
+    ),
     Seam("vllm.config.vllm:VllmConfig.instance_id", Kind.FIELD, "the name under which scheduler and worker find each other"),
     Seam(f"{_PLATFORM}.check_and_update_config", Kind.METHOD, "names worker and scheduler classes", ("vllm_config",)),
     Seam(f"{_WORKER}.init_device", Kind.METHOD, "the start guard must ask for what this engine needs, not for a share of the card"),
     Seam(f"{_WORKER}.determine_available_memory", Kind.METHOD, "capacity is the address range, not the memory that is free now"),
     Seam(f"{_WORKER}.initialize_from_config", Kind.METHOD, "strides are set and the one allocation is answered", ("kv_cache_config",)),
-    Seam("vllm.v1.worker.worker_base:WorkerBase.shutdown", Kind.METHOD, "gives the memory back when an engine ends inside a living process"),
-    Seam(f"{_RUNNER}._allocate_kv_cache_tensors", Kind.CALL, "makes the KV memory by torch.zeros of int8", ("kv_cache_config",), last=(0, 28)),
+    Seam(f"{_WORKER}.execute_model", Kind.METHOD, "knows when a step has been queued on the device", ("scheduler_output",)),
+    Seam(f"{_WORKER}.sample_tokens", Kind.METHOD, "the rest of a step", ("grammar_output",)),
+    Seam(
+        "vllm.v1.worker.worker_base:WorkerBase.shutdown", Kind.METHOD, "gives the memory back when an engine ends inside a living process"
+    ),
+    Seam(
+        f"{_RUNNER}._allocate_kv_cache_tensors", Kind.CALL, "makes the KV memory by torch.zeros of int8", ("kv_cache_config",), last=(0, 28)
+    ),
     Seam(
         "vllm.v1.worker.utils:allocate_kv_cache",
         Kind.CALL,
@@ -73,24 +85,41 @@ SEAMS: Final[tuple[Seam, ...]] = (
     Seam(f"{_INTERFACE}:KVCacheSpec.page_size_bytes", Kind.FIELD, "bytes of one block in one layer"),
     Seam(f"{_SCHEDULER}.__init__", Kind.METHOD, "the finished block pool becomes elastic", ("vllm_config", "kv_cache_config")),
     Seam(f"{_SCHEDULER}.schedule", Kind.METHOD, "numbers the steps; holds the pool's lock"),
-    Seam(f"{_SCHEDULER}.update_from_output", Kind.METHOD, "a step has finished; ends hopeless requests", ("scheduler_output", "model_runner_output")),
+    Seam(
+        f"{_SCHEDULER}.update_from_output",
+        Kind.METHOD,
+        "a step has finished; ends hopeless requests",
+        ("scheduler_output", "model_runner_output"),
+    ),
     Seam(f"{_SCHEDULER}.finish_requests", Kind.METHOD, "frees blocks: holds the pool's lock", ("request_ids", "finished_status")),
     Seam(f"{_SCHEDULER}.add_request", Kind.METHOD, "may free blocks of a streaming session: holds the pool's lock", ("request",)),
     Seam(f"{_SCHEDULER}.reset_prefix_cache", Kind.METHOD, "frees cached blocks: holds the pool's lock"),
     Seam(f"{_SCHEDULER}.set_pause_state", Kind.METHOD, "sleep gives all memory back", ("pause_state",)),
     Seam(f"{_SCHEDULER}.shutdown", Kind.METHOD, "closes the pool"),
     Seam(f"{_SCHEDULER}.kv_cache_manager", Kind.FIELD, "set by __init__"),
-    Seam(f"{_MANAGER}.allocate_slots", Kind.METHOD, "a miss grows the pool and asks again", ("request", "num_new_tokens", "full_sequence_must_fit")),
+    Seam(
+        f"{_MANAGER}.allocate_slots",
+        Kind.METHOD,
+        "a miss grows the pool and asks again",
+        ("request", "num_new_tokens", "full_sequence_must_fit"),
+    ),
     Seam(f"{_MANAGER}.watermark_blocks", Kind.FIELD, "a share of what the pool may hold, not of its address range"),
     Seam(f"{_POOL}.get_new_blocks", Kind.METHOD, "the pool chooses the ids", ("num_blocks",)),
     Seam(f"{_POOL}.free_blocks", Kind.METHOD, "reports what became free or cached", ("ordered_blocks",)),
     Seam(f"{_POOL}.touch", Kind.METHOD, "reports cached blocks that are in use again", ("blocks",)),
-    Seam(f"{_POOL}._maybe_evict_cached_block", Kind.METHOD, "reports a cached block whose hash is dropped; drops it for victims", ("block",)),
+    Seam(
+        f"{_POOL}._maybe_evict_cached_block", Kind.METHOD, "reports a cached block whose hash is dropped; drops it for victims", ("block",)
+    ),
     Seam(f"{_POOL}.reset_prefix_cache", Kind.METHOD, "counts logically; reports what was dropped"),
     Seam(f"{_POOL}.get_num_free_blocks", Kind.METHOD, "blocks that can be handed out on mapped pages"),
     Seam(f"{_POOL}.get_usage", Kind.METHOD, "a share of what the pool may hold"),
     Seam("vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.remove", Kind.CALL, "takes a chosen id out of the queue", ("block",)),
-    Seam("vllm.v1.engine:EngineCoreOutput", Kind.CALL, "tells a client that its request ended with an error", ("request_id", "new_token_ids", "finish_reason")),
+    Seam(
+        "vllm.v1.engine:EngineCoreOutput",
+        Kind.CALL,
+        "tells a client that its request ended with an error",
+        ("request_id", "new_token_ids", "finish_reason"),
+    ),
     Seam("vllm.v1.request:RequestStatus.FINISHED_ERROR", Kind.FIELD, "the status of a request that can never be served"),
 )
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvcached.config import configure_logging, load_settings
 from kvcached.engines.vllm.chain import class_over, is_ours
+from kvcached.engines.vllm.steps import Steps
 from kvcached.engines.vllm.support import require_specs
-from kvcached.engines.vllm.worker_memory import WorkerMemory, closing_on_error
+from kvcached.engines.vllm.worker_memory import WorkerMemory
 from kvcached.errors import EngineNotSupported
 from kvcached.units import ceil_div
 
@@ -24,7 +25,7 @@ def __getattr__(name: str) -> Any:
     return class_over(ElasticWorker, name)
 
 
-class ElasticWorker(_Worker):  # type: ignore[misc]
+class ElasticWorker(_Worker):
     """Its KV tensors are addresses; memory comes behind them when the scheduler's pool asks for it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -33,6 +34,7 @@ class ElasticWorker(_Worker):  # type: ignore[misc]
         self.kvcached_settings = load_settings()
         configure_logging(self.kvcached_settings)
         self.kvcached_memory: WorkerMemory | None = None
+        self.kvcached_step = 0
 
     def init_device(self) -> None:
         cache = self.vllm_config.cache_config
@@ -45,20 +47,20 @@ class ElasticWorker(_Worker):  # type: ignore[misc]
         self.kvcached_memory = WorkerMemory(self.kvcached_settings, self.vllm_config, self.device)
 
     def determine_available_memory(self) -> int:
-        if self.device.type == "cpu":
-            if self._should_warm_up_model():
-                self.model_runner.warming_up_model()
-        else:
-            super().determine_available_memory()
-        return self._memory.virtual_bytes
+        super().determine_available_memory()  # warms up and profiles; its answer is the size that the platform set
+        self._memory.note_profiled()
+        range_bytes: int = self._memory.virtual_bytes
+        return range_bytes
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         require_specs(kv_cache_config)
-        with closing_on_error(self._memory):
-            zeros = self._place(kv_cache_config)
-            with zeros:
+        try:
+            with self._place(kv_cache_config) as zeros:
                 super().initialize_from_config(kv_cache_config)
             zeros.require_answered()
+        except BaseException:
+            self._memory.close()
+            raise
 
     def _place(self, kv_cache_config: Any) -> ZerosFromArena:
         wanted = self.kvcached_settings.contiguous_layout
@@ -76,6 +78,18 @@ class ElasticWorker(_Worker):  # type: ignore[misc]
         scheduler = self.vllm_config.scheduler_config
         sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
         return 1 + sum(ceil_div(scheduler.max_num_batched_tokens, size) + 2 * scheduler.max_num_seqs + 2 for size in sizes)
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        output = super().execute_model(scheduler_output, *args, **kwargs)
+        self.kvcached_step = Steps.number_of(scheduler_output)
+        if output is not None:  # None: the step goes on with sample_tokens
+            self._memory.note_submitted(self.kvcached_step)
+        return output
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)
+        self._memory.note_submitted(self.kvcached_step)
+        return output
 
     @property
     def _memory(self) -> WorkerMemory:

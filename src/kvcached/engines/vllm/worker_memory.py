@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -13,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from kvcached import __version__
 from kvcached.engines.vllm.fence import fences_of
 from kvcached.engines.vllm.identity import Identity
+from kvcached.engines.vllm.other_memory import OtherMemory
 from kvcached.engines.vllm.placement import Allocation, measure, place
 from kvcached.errors import EngineNotSupported
 from kvcached.ranks.messages import Hello
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from kvcached.runtime.mapper import Mapper
     from kvcached.runtime.owner import Owner
 
-_log = logging.getLogger("kvcached.vllm")
 _BACKENDS: Final = {"cpu": "host", "cuda": "cuda"}
 _DEVICE_TYPES: Final = {"host": DeviceType.CPU, "cuda": DeviceType.CUDA, "hip": DeviceType.ROCM}
 
@@ -55,6 +53,9 @@ class WorkerMemory:
         self._device = device
         self._identity = Identity.of(settings, vllm_config)
         self._card = OpenCard.open(settings, _card_name(settings, device))
+        self._other: OtherMemory | None = None
+        if device.type == "cuda":  # a host card holds KV memory only
+            self._other = OtherMemory(settings, self._card, self._identity, vllm_config, device)
         self._mapper: Mapper | None = None
         self._server: MapperServer | None = None
         self._local: LocalMapper | None = None
@@ -65,15 +66,18 @@ class WorkerMemory:
         virtual = self._settings.virtual
         return self._card.budget_bytes if virtual is None else virtual.of(self._card.device.info.total_bytes)
 
+    def note_profiled(self) -> None:
+        """The worker has loaded its weights and run its largest batch."""
+        if self._other is not None:
+            self._other.settle()
+
     def place(self, kv_cache_config: Any, *, interleaved: bool, first_blocks: int) -> ZerosFromArena:
         """Reserve the range, map the pages of ids 0 .. first_blocks-1, rewrite the strides. Returns what answers the allocation.
 
         Raises `EngineNotSupported`, `GeometryError`, `PoolExhausted` (no room for the first pages), `PeerRefused` (name in use).
         """
         need = measure(kv_cache_config, interleaved=interleaved)
-        geometry = self._card.geometry(
-            need.block_bytes, kv_cache_config.num_blocks, planes=need.planes, can_pad_stride=need.can_pad_stride
-        )
+        geometry = self._card.geometry(need.block_bytes, kv_cache_config.num_blocks, planes=need.planes, can_pad_stride=need.can_pad_stride)
         allocations = place(kv_cache_config, geometry)
         self._mapper = self._card.open_mapper(
             geometry,
@@ -110,14 +114,23 @@ class WorkerMemory:
         )
         return torch.from_dlpack(view)
 
+    def note_submitted(self, step: int) -> None:
+        """All work of this step is on the device's streams, so the mapper's fence covers it.
+
+        A scheduler in this process hears of it here: in an engine that runs inside the user's own loop, nobody processes the last step
+        in flight until there is a next request.
+        """
+        if self._local is not None and self._local.owner is not None:
+            self._local.owner.pool.advance(step)
+
     def close(self) -> None:
         """Give everything back. A second call does nothing."""
         if self._local is not None and self._local.owner is not None:
             self._local.owner.close()
-        for part in (self._server, self._mapper, self._card):
+        for part in (self._server, self._mapper, self._other, self._card):
             if part is not None:
                 part.close()
-        self._server = self._mapper = None
+        self._server = self._mapper = self._other = None
 
 
 def _card_name(settings: Settings, device: torch.device) -> str:
@@ -154,13 +167,3 @@ class ZerosFromArena(TorchFunctionMode):
                 f"{len(self._left)} KV allocations were expected and did not come: this vLLM makes its KV memory in another way; "
                 "`kvcached verify` tells what moved"
             )
-
-
-@contextlib.contextmanager
-def closing_on_error(memory: WorkerMemory) -> Any:
-    """Give the memory back when the start fails half-way."""
-    try:
-        yield
-    except BaseException:
-        memory.close()
-        raise

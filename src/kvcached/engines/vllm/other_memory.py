@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights and activations of a worker on the card's record, so that pools of other engines leave room for them.
+
+What the last start of the same model needed is leased before loading; after profiling, the lease is what was measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from kvcached.units import MIB, format_size
+
+if TYPE_CHECKING:
+    from kvcached.card.entry import Entry
+    from kvcached.config import Settings
+    from kvcached.engines.vllm.identity import Identity
+    from kvcached.runtime.cards import OpenCard
+
+_log = logging.getLogger("kvcached.vllm")
+_CONTEXT_BYTES: Final = 512 * MIB  # the driver's context, libraries and graphs: not in torch's own count
+
+
+class OtherMemory:
+    """Made before the weights are loaded. Raises `PoolExhausted` when the card has no room for them, with both numbers."""
+
+    def __init__(self, settings: Settings, card: OpenCard, identity: Identity, vllm_config: Any, device: torch.device) -> None:
+        self._card = card
+        self._identity = identity
+        self._device = device
+        self._memo = settings.run_dir / "other" / _fingerprint(vllm_config)
+        given = None if settings.other is None else settings.other.of(card.budget_bytes)
+        expected_bytes = _remembered(self._memo) if given is None else given
+        self._entry: Entry | None = None
+        self._bytes = expected_bytes
+        if expected_bytes:
+            self._entry = card.lease_other(identity.instance, identity.name, expected_bytes, settings.ipc_timeout_s)
+
+    def settle(self) -> None:
+        """Everything but KV memory has been allocated at its peak: count that, and remember it for the next start."""
+        measured_bytes = torch.cuda.max_memory_reserved(self._device) + _CONTEXT_BYTES
+        if self._entry is not None:
+            self._entry.close()
+        self._entry = self._card.adopt_other(self._identity.instance, self._identity.name, measured_bytes)
+        _log.info("weights and activations: %s (expected %s)", format_size(measured_bytes), format_size(self._bytes))
+        self._bytes = measured_bytes
+        self._memo.parent.mkdir(mode=0o700, exist_ok=True)
+        self._memo.write_text(str(measured_bytes))
+
+    def close(self) -> None:
+        if self._entry is not None:
+            self._entry.close()
+            self._entry = None
+
+
+def _fingerprint(vllm_config: Any) -> str:
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    text = f"{model.model} {model.dtype} {model.quantization} {scheduler.max_num_batched_tokens} {scheduler.max_num_seqs}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _remembered(memo: Path) -> int:
+    try:
+        return int(memo.read_text())
+    except (OSError, ValueError):
+        return 0

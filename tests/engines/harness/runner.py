@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's process: runs cases one after another and appends one line of JSON for each, so that a crash loses only its own.
+
+python -m harness.runner CASES.json RESULTS.jsonl MODELS
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from harness import scenarios
+from harness.cases import Case
+
+
+def main(cases_path: str, results_path: str, models: str) -> None:
+    cases = [Case(**record) for record in json.loads(Path(cases_path).read_text())]
+    with Path(results_path).open("a", encoding="utf-8") as results:
+        for case in cases:
+            result = run(case, Path(models))
+            results.write(json.dumps({"name": case.name, **result}) + "\n")
+            results.flush()
+
+
+def run(case: Case, models: Path) -> dict[str, Any]:
+    """A card of its own for each case: some differ in their cards' sizes."""
+    begin = time.monotonic()
+    settings = case.settings | {"KVCACHED_RUN_DIR": tempfile.mkdtemp(prefix="run", dir=Path.cwd())}
+    os.environ.update(settings)
+    engine = None
+    try:
+        engine = scenarios.Engine(make_llm(case, models), case)
+        result = getattr(scenarios, case.scenario)(engine)
+    except Exception:  # noqa: BLE001  # whatever it is, the test that asked for it shows it
+        result = {"error": traceback.format_exc()}
+    finally:
+        if engine is not None:
+            engine.llm.llm_engine.engine_core.shutdown()
+        del engine
+        gc.collect()
+        for name in settings:
+            del os.environ[name]
+    return {**result, "seconds": time.monotonic() - begin}
+
+
+def make_llm(case: Case, models: Path) -> Any:
+    from vllm import LLM
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock = CpuPlatform.__dict__["check_and_update_config"].__func__
+
+    def with_async(cls: Any, vllm_config: Any) -> None:
+        """The CPU platform switches async scheduling off, which the engine itself can do there."""
+        stock(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    if case.async_scheduling:
+        CpuPlatform.check_and_update_config = classmethod(with_async)
+    try:
+        return LLM(model=str(models / case.model), disable_log_stats=False, **case.engine_options)
+    finally:
+        CpuPlatform.check_and_update_config = classmethod(stock)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

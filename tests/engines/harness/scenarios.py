@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done with a running engine, in its own process. Each scenario returns plain data; the tests judge it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.cases import load_prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from harness.cases import Case
+
+WAIT_S = 15.0
+
+
+class Engine:
+    """A vLLM in this process, elastic or not, and what can be seen of it."""
+
+    def __init__(self, llm: Any, case: Case) -> None:
+        self.llm = llm
+        self.case = case
+        self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self.memory = getattr(self.scheduler, "kvcached", None)
+
+    def generate(self, prompts: list[Any], max_tokens: int | None = None) -> list[Any]:
+        from vllm import SamplingParams
+
+        tokens = self.case.max_tokens if max_tokens is None else max_tokens
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        return [answer.outputs[0] for answer in self.llm.generate(prompts, sampling, use_tqdm=False)]
+
+    def tokens(self, prompts: list[Any], max_tokens: int | None = None) -> list[list[int]]:
+        return [list(answer.token_ids) for answer in self.generate(prompts, max_tokens)]
+
+    def metric(self, name: str) -> int:
+        return sum(int(metric.value) for metric in self.llm.get_metrics() if metric.name == name)
+
+    def look(self) -> dict[str, int]:
+        """Pages and blocks by state, and what the operating system says about this process's shared memory."""
+        counts = self.memory.pool.counts()
+        names = ("held_pages", "parked_pages", "used_pages", "retired_pages", "owned_blocks", "cached_blocks", "free_blocks", "limit_pages")
+        look = {name: getattr(counts, name) for name in names}
+        status = self.memory.operations.status()
+        step = self.memory.pool.geometry.release_step_bytes
+        return look | {
+            "lease_bytes": status.lease_bytes,
+            "mapped_bytes": status.mapped_bytes,
+            "step_bytes": step,
+            "shared_bytes": shared_bytes(),
+        }
+
+    def wait_for(self, condition: Callable[[dict[str, int]], bool]) -> dict[str, int]:
+        """Look until the condition holds or the time is over; the last look."""
+        deadline = time.monotonic() + WAIT_S
+        look = self.look()
+        while not condition(look) and time.monotonic() < deadline:
+            time.sleep(0.02)
+            look = self.look()
+        return look
+
+
+def shared_bytes() -> int:
+    """Shared memory of this process that is really there."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssShmem"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+class Peak:
+    """The largest number of held pages while the block runs."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._pool = engine.memory.pool if engine.memory else None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.pages = 0
+
+    def __enter__(self) -> Peak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while self._pool is not None and not self._stop.wait(0.005):
+            self.pages = max(self.pages, self._pool.ledger.held_pages)
+
+
+def generate(engine: Engine) -> dict[str, Any]:
+    """All prompts in one batch."""
+    prompts = load_prompts()[: engine.case.prompts]
+    before = shared_bytes()
+    with Peak(engine) as peak:
+        tokens = engine.tokens(prompts)
+    result: dict[str, Any] = {
+        "tokens": tokens,
+        "preemptions": engine.metric("vllm:num_preemptions"),
+        "hits": engine.metric("vllm:prefix_cache_hits"),
+        "scheduler": type(engine.scheduler).__mro__[1].__name__,
+        "peak_pages": peak.pages,
+    }
+    if engine.memory:
+        settled = engine.wait_for(lambda look: look["parked_pages"] == look["retired_pages"] == 0)
+        result |= {"settled": settled, "shared_before": before, "shared_after": shared_bytes()}
+    return result
+
+
+def hopeless(engine: Engine) -> dict[str, Any]:
+    """A prompt that can never fit among others that do, and a request that outgrows the pool."""
+    short, long = "What is water made of?", "word " * 600
+    answers = engine.generate([short, long, short], max_tokens=8)
+    outgrown = engine.generate([short], max_tokens=2_000)
+    after = engine.generate([short], max_tokens=8)
+    return {
+        "reasons": [answer.finish_reason for answer in answers],
+        "why": str(answers[1].stop_reason),
+        "outgrown": outgrown[0].finish_reason,
+        "outgrown_tokens": len(outgrown[0].token_ids),
+        "short": [list(answers[0].token_ids), list(answers[2].token_ids), list(after[0].token_ids)],
+        "look": engine.wait_for(lambda look: look["owned_blocks"] <= 1),
+    }
+
+
+def idle_limit(engine: Engine) -> dict[str, Any]:
+    """An idle engine whose prefix cache fills the pool obeys a lower limit, then a higher one; outputs stay right."""
+    prompts = load_prompts()[: engine.case.prompts]
+    first = engine.tokens(prompts)
+    full = engine.look()
+    step = full["step_bytes"]
+    low = 3 * step
+    begin = time.monotonic()
+    engine.memory.operations.limit(low)
+    lowered = engine.wait_for(lambda look: look["held_pages"] * step <= low)
+    took_s = time.monotonic() - begin
+    under_limit = engine.tokens(prompts[:8])
+    engine.memory.operations.limit(1 << 60)
+    raised = engine.look()
+    again = engine.tokens(prompts)
+    return {
+        "first": first,
+        "again": again,
+        "under_limit": under_limit,
+        "full": full,
+        "lowered": lowered,
+        "raised": raised,
+        "took_s": took_s,
+        "low_bytes": low,
+        "preemptions": engine.metric("vllm:num_preemptions"),
+    }
+
+
+def reset(engine: Engine) -> dict[str, Any]:
+    """Reset of the prefix cache, then sleep and wake-up."""
+    prompts = load_prompts()[: engine.case.prompts]
+    first = engine.tokens(prompts)
+    filled = engine.look()
+    done = engine.llm.reset_prefix_cache()
+    emptied = engine.look()
+    again = engine.tokens(prompts)
+    engine.llm.sleep(level=1)
+    asleep = engine.wait_for(lambda look: look["held_pages"] <= 1)
+    engine.llm.wake_up()
+    awake = engine.tokens(prompts)
+    return {"first": first, "again": again, "awake": awake, "done": done, "filled": filled, "emptied": emptied, "asleep": asleep}
