@@ -180,7 +180,8 @@ def stop_on_signal(number: int, _frame: object) -> None:
 def main(arguments: list[str] | None = None) -> int:
     options = asked.parse(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, stop_on_signal)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop_on_signal)
     run_dir = Path(tempfile.mkdtemp(prefix="kvcached-demo-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     try:
         with open_screen(Console(), options.live) as screen:
