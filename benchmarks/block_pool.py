@@ -63,6 +63,7 @@ def main() -> None:
             pool = card.open_pool("bench", block_bytes=8192, blocks=BLOCKS)._owner.pool
             pool.give(pool.take(BLOCKS - 16))
             elastic = ElasticBlockPool.adopt(stock_pool(), pool, Steps())
+            pool.advance(0)  # nothing in flight
             print(f"{'blocks':>6} {'stock us':>10} {'elastic us':>10} {'ratio':>7}")
             for blocks in (1, 4, 16, 64, 256):
                 stock_us = churn(stock_pool(), blocks, arguments.rounds)

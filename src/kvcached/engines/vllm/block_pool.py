@@ -7,22 +7,31 @@ or cached for the pool, every other one is owned.
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.block_pool import BlockPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from kvcached.engines.vllm.steps import Steps
     from kvcached.runtime.pool import Pool
 
 
-def ranges_of(ids: Iterable[int]) -> list[tuple[int, int]]:
-    """Distinct ids as ascending (first, count)."""
-    runs: Iterator[Any] = (list(run) for _, run in groupby(enumerate(sorted(ids)), lambda pair: pair[1] - pair[0]))
-    return [(run[0][1], len(run)) for run in runs]
+def ranges_of(ids: Collection[int]) -> list[tuple[int, int]]:
+    """Distinct ids, at least one, as ascending (first, count)."""
+    ordered = sorted(ids)
+    first = last = ordered[0]
+    if ordered[-1] - first == len(ordered) - 1:  # most often: one block, or neighbours
+        return [(first, len(ordered))]
+    ranges = []
+    for block in ordered[1:]:
+        if block != last + 1:
+            ranges.append((first, last - first + 1))
+            first = block
+        last = block
+    ranges.append((first, last - first + 1))
+    return ranges
 
 
 class ElasticBlockPool(BlockPool):
@@ -47,28 +56,35 @@ class ElasticBlockPool(BlockPool):
         return elastic
 
     def get_new_blocks(self, num_blocks: int) -> list[Any]:
-        chosen = [self.blocks[block] for first, count in self.kvcached_pool.take(num_blocks) for block in range(first, first + count)]
-        remove, collector = self.free_block_queue.remove, self.metrics_collector
+        blocks, remove = self.blocks, self.free_block_queue.remove
+        chosen: list[Any] = []
+        for first, count in self.kvcached_pool.take(num_blocks):
+            chosen += blocks[first : first + count]
         for block in chosen:
             remove(block)
             block.ref_cnt += 1
-            if collector:
-                collector.on_block_allocated(block)
+        if self.metrics_collector:
+            for block in chosen:
+                self.metrics_collector.on_block_allocated(block)
         return chosen
 
     def free_blocks(self, ordered_blocks: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         ordered = list(ordered_blocks)
         super().free_blocks(ordered, *args, **kwargs)
-        free: list[int] = []
-        cached: list[int] = []
-        for block in {block.block_id: block for block in ordered}.values():
+        caching = self.enable_caching
+        free: set[int] = set()
+        cached: dict[int, None] = {}  # in order, each once: a list may name a block twice
+        for block in ordered:
             if block.ref_cnt == 0 and not block.is_null:
-                (free if block.block_hash is None or not self.enable_caching else cached).append(block.block_id)
+                if caching and block.block_hash is not None:
+                    cached[block.block_id] = None
+                else:
+                    free.add(block.block_id)
         marker = self.kvcached_steps.scheduled
         if free:
             self.kvcached_pool.give(ranges_of(free), marker)
         if cached:
-            self.kvcached_pool.give_cached(cached, marker, self.kvcached_steps.next_use())
+            self.kvcached_pool.give_cached(list(cached), marker, self.kvcached_steps.next_use())
 
     def touch(self, blocks: Sequence[Any], *args: Any, **kwargs: Any) -> None:
         cached = [block.block_id for block in blocks if block.ref_cnt == 0 and not block.is_null]
