@@ -88,8 +88,8 @@ def _spawn(command: Sequence[str], environment: Mapping[str, str], out: IO[bytes
     )
 
 
-def wait_ready(engines: Sequence[Engine], timeout_s: float, progress: Callable[[float], None]) -> None:
-    """Until all answer; `progress` is called twice a second with the time so far. Raises `EngineFailed`."""
+def wait_ready(engines: Sequence[Engine], timeout_s: float, progress: Callable[[float], None]) -> float:
+    """Wait until all answer, and return the seconds. `progress` is called twice a second with the time so far. Raises `EngineFailed`."""
     start_s = time.monotonic()
     waiting = list(engines)
     while waiting:
@@ -99,6 +99,7 @@ def wait_ready(engines: Sequence[Engine], timeout_s: float, progress: Callable[[
         if waiting and passed_s > timeout_s:
             raise EngineFailed(f"{waiting[0].server.name} was not ready within {timeout_s:.0f} s.\n{waiting[0].obituary()}")
         time.sleep(0.5 if waiting else 0.0)
+    return time.monotonic() - start_s
 
 
 def stop_all(engines: Iterable[Engine], grace_s: float = 10.0) -> list[str]:

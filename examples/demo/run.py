@@ -93,7 +93,8 @@ class Demo:
         try:
             for engine in engines:
                 self._screen.say(f"   {public_command(engine)}")
-            wait_ready(engines, self._options.start_timeout_s, lambda passed_s: self._show_start(engines, passed_s))
+            took_s = wait_ready(engines, self._options.start_timeout_s, lambda passed_s: self._show_start(engines, passed_s))
+            self._screen.say(f"   both answer after {took_s:.0f} s")
             yield engines
         finally:
             for line in stop_all(engines):

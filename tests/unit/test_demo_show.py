@@ -99,7 +99,7 @@ def test_the_sample_is_what_the_card_says(tmp_path: Path) -> None:
     with Card.open(run_dir, identity, budget_bytes=64 * MIB, settle_s=0.0) as card:
         entry = card.register(EntrySpec(Kind.KV, instance="facts"))
         assert entry.lease(8 * MIB, owned=True).granted
-        entry.publish(Usage(mapped_bytes=8 * MIB, owned_bytes=4 * MIB, cached_bytes=MIB, parked_bytes=2 * MIB))
+        entry.publish(Usage(mapped_bytes=6 * MIB, owned_bytes=4 * MIB, cached_bytes=MIB, parked_bytes=2 * MIB))
         assert read_sample(run_dir, 1.0) == Sample(1.0, {"facts": EngineMemory(8 * MIB, 4 * MIB, MIB, 2 * MIB)})
 
 
