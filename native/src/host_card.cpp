@@ -23,7 +23,7 @@ constexpr off_t kFirstSlot = 4096;
 constexpr uint64_t kDefaultGranularity = uint64_t{2} << 20;
 constexpr off_t kMemoryFileBytes = off_t{1} << 62; // sparse: only touched pages exist
 constexpr long kPause_ns = 100 * 1000;
-constexpr int kTurnPauses = 200;     // 20 ms
+constexpr int kTurnPauses = 1000;    // 100 ms
 constexpr int kAgreePauses = 20000;  // 2 s
 
 struct Header {
@@ -233,7 +233,8 @@ uint64_t HostCard::free_slots() noexcept {
 int HostCard::take(uint64_t count) noexcept {
   std::lock_guard<std::mutex> guard(mutex_);
   if (count > slots_ - held_) return ENOMEM;
-  Turn turn(file_, kTurnPauses);
+  Turn turn(file_, turn_missed_ ? 0 : kTurnPauses); // whoever was waited for once in vain is not waited for again
+  turn_missed_ = !turn.mine();
   uint64_t taken = 0;
   const uint64_t start = cursor_ < slots_ ? cursor_ : 0;
   int error = take_within(start, slots_, count, &taken);

@@ -69,6 +69,7 @@ class HostCard {
   uint64_t held_ = 0;      // how many it holds
   uint64_t own_end_ = 0;   // no slot from here on is its own
   uint64_t cursor_ = 0;    // where the last take ended
+  bool turn_missed_ = false;
   HostCard *next_ = nullptr;
 };
 

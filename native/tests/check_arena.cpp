@@ -193,6 +193,7 @@ void check_zero_backing() {
     for (uint32_t plane = 0; plane < 2; ++plane) {
       if (zero == KVC_ZERO_ALL) CHECK(memory->holds(arena.address(0, plane), 8 * arena.page_bytes(), 0));
       if (zero == KVC_ZERO_USED && setting.may_touch_holes()) CHECK(!memory->readable(arena.address(3, plane)));
+      if (zero == KVC_ZERO_ALL && setting.may_touch_holes()) CHECK(!memory->writable(arena.address(3, plane)));
     }
     for (int round = 0; round < 3; ++round) {
       CHECK_EQ(arena.map({{2, 2}, {5, 1}}), KVC_OK);

@@ -32,18 +32,17 @@ size_t map_entries(uint64_t base, uint64_t bytes) {
   return count;
 }
 
-// Bytes of real memory in the process's memory file.
-uint64_t file_bytes() {
+// Bytes of real memory in the process's memory file, -1 when it has none.
+int64_t file_bytes() {
   for (int descriptor = 0; descriptor < 256; ++descriptor) {
     char path[64], target[256] = {};
     snprintf(path, sizeof path, "/proc/self/fd/%d", descriptor);
     if (readlink(path, target, sizeof target - 1) < 0 || strstr(target, "memfd:kvcached-host") == nullptr) continue;
     struct stat status {};
     CHECK_EQ(fstat(descriptor, &status), 0);
-    return static_cast<uint64_t>(status.st_blocks) * 512;
+    return status.st_blocks * 512;
   }
-  fail(__FILE__, __LINE__, "no memory file");
-  return 0;
+  return -1;
 }
 
 // Runs `work` in a forked child; its failures are ours.
@@ -71,6 +70,10 @@ void check_memory_returns() {
   // The kernel sees one mapping where pages of one batch lie side by side, also after handles were reused.
   CHECK_EQ(map_entries(arena.address(0), 32 * arena.page_bytes()), 1);
   CHECK_EQ(arena.unmap(singles, true), KVC_OK);
+  CHECK_EQ(arena.map(singles), KVC_OK);
+  CHECK_EQ(map_entries(arena.address(0), 32 * arena.page_bytes()), 1);
+  CHECK_EQ(arena.unmap(singles), KVC_OK);
+  CHECK_EQ(arena.acquire(1, 32), KVC_OK);
   CHECK_EQ(arena.map(singles), KVC_OK);
   CHECK_EQ(map_entries(arena.address(0), 32 * arena.page_bytes()), 1);
   CHECK(memory->fill(arena.address(0), 32 * arena.page_bytes(), 1));
@@ -193,7 +196,8 @@ void check_fork() {
     CHECK_EQ(kvc_device_memory(device.get(), &word, &word, nullptr), KVC_REFUSED);
     CHECK_EQ(kvc_device_close(device.get(), nullptr), KVC_REFUSED);
     const auto eyes = open_memory();
-    CHECK(!eyes->readable(arena.address(0))); // not inherited
+    CHECK(!eyes->readable(arena.address(0))); // not inherited,
+    CHECK_EQ(file_bytes(), -1);               // and nothing keeps the parent's memory alive after its death
     Device own; // but it may be a process of the card in its own right
     Arena mine(own, {8, 1, KVC_ZERO_NEVER, 0, 0, 1});
     CHECK_EQ(mine.map({{0, 3}}), KVC_OK);
@@ -205,29 +209,41 @@ void check_fork() {
   CHECK_EQ(device.free_bytes(), device.info().total_bytes - 4 * arena.page_bytes());
 }
 
-void check_death() {
-  Device device;
+// A child that does `take` and stays until it is killed.
+pid_t start_holder(const std::function<bool()> &take) {
   int ready[2];
   CHECK_EQ(pipe(ready), 0);
   fflush(nullptr);
   const pid_t child = fork();
   if (child == 0) {
-    Device own;
-    Arena arena(own, {256, 1, KVC_ZERO_NEVER, 0, 0, 1});
-    const bool held = arena.map({{0, 100}, {100, 156}}) == KVC_OK;
-    if (write(ready[1], held ? "y" : "n", 1) == 1) pause();
+    if (write(ready[1], take() ? "y" : "n", 1) == 1) pause();
     _exit(1);
   }
   char answer = 0;
   CHECK(read(ready[0], &answer, 1) == 1 && answer == 'y');
-  CHECK_EQ(device.free_bytes(), 0);
-  Arena arena(device, {256, 1, KVC_ZERO_NEVER, 0, 0, 1});
-  CHECK_EQ(arena.map({{0, 1}}), KVC_OUT_OF_MEMORY);
+  close(ready[0]), close(ready[1]);
+  return child;
+}
+
+void end_holder(pid_t child) {
   CHECK_EQ(kill(child, SIGKILL), 0);
   CHECK_EQ(waitpid(child, nullptr, 0), child);
+}
+
+void check_death() {
+  Device device;
+  const pid_t child = start_holder([] {
+    static Device own; // stays open
+    static Arena mine(own, {256, 1, KVC_ZERO_NEVER, 0, 0, 1});
+    return mine.map({{0, 100}, {100, 100}}) == KVC_OK;
+  });
+  CHECK_EQ(device.free_bytes(), 56 * device.granularity());
+  Arena arena(device, {256, 1, KVC_ZERO_NEVER, 0, 0, 1});
+  CHECK_EQ(arena.map({{0, 57}}), KVC_OUT_OF_MEMORY);
+  CHECK_EQ(device.free_bytes(), 56 * device.granularity());
+  end_holder(child);
   CHECK_EQ(device.free_bytes(), device.info().total_bytes);
   CHECK_EQ(arena.map({{0, 256}}), KVC_OK);
-  close(ready[0]), close(ready[1]);
 }
 
 struct Race {
@@ -238,23 +254,57 @@ struct Race {
   }
 };
 
-// Two processes want 60 % each at the same moment: one gets it, never both, never none.
+bool lock_bytes(int file, off_t first, off_t count) {
+  struct flock range {};
+  range.l_type = F_WRLCK;
+  range.l_start = first;
+  range.l_len = count;
+  return fcntl(file, F_SETLK, &range) == 0;
+}
+
+int open_capacity_file() { return open((setting.directory + "/kvcached-host-0.capacity").c_str(), O_RDWR); }
+
+// A process that was stopped in the middle of taking slots delays the others by a bounded time, and nobody gets too much.
+void check_stopped_process() {
+  Device device;
+  const pid_t holder = start_holder([] { return lock_bytes(open_capacity_file(), 0, 1); });
+  Arena arena(device, {300, 1, KVC_ZERO_NEVER, 0, 0, 1});
+  for (uint64_t page = 0; page < 200; ++page) CHECK_EQ(arena.map({{page, 1}}), KVC_OK);
+  CHECK_EQ(arena.map({{200, 57}}), KVC_OUT_OF_MEMORY);
+  CHECK_EQ(arena.map({{200, 56}}), KVC_OK);
+  CHECK_EQ(device.free_bytes(), 0);
+  end_holder(holder);
+}
+
+// Hold every other one of the first `count` slots, as a process does whose memory is in pieces.
+bool hold_every_other(off_t count) {
+  const int file = open_capacity_file();
+  bool held = file >= 0;
+  for (off_t slot = 1; slot < count; slot += 2) held = lock_bytes(file, 4096 + slot, 1) && held;
+  return held;
+}
+
+// Two processes want more than half of what is free at the same moment: one gets it, never both, never none. What is free
+// lies in pieces, so that each has to put its share together.
 void check_race() {
+  constexpr uint64_t held = 80, wanted = 100;
   void *shared = mmap(nullptr, sizeof(Race), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   Race *race = new (shared) Race;
+  const pid_t holder = start_holder([] { return hold_every_other(2 * held); });
   const auto compete = [race] {
     Device device;
     Arena arena(device, {256, 1, KVC_ZERO_NEVER, 0, 0, 1});
-    for (int round = 0; round < 200; ++round) {
-      race->meet(6 * round + 2);
-      const bool won = arena.acquire(round % 2 == 0 ? 154 : 1, round % 2 == 0 ? 1 : 154) == KVC_OK;
+    const uint64_t all = device.info().total_bytes - held * device.granularity();
+    for (int round = 0; round < 500; ++round) {
+      race->meet(8 * round + 2);
+      const bool won = arena.acquire(wanted, 1) == KVC_OK;
       if (won) ++race->winners;
-      race->meet(6 * round + 4);
-      if (won && race->winners != 1) ++race->mistakes;
-      if (round % 2 == 0 && race->winners != 1) ++race->mistakes; // handle by handle, both may fail
-      race->meet(6 * round + 6);
+      race->meet(8 * round + 4);
+      if (race->winners != 1 || device.free_bytes() != all - wanted * device.granularity()) ++race->mistakes;
+      race->meet(8 * round + 6);
       if (won) arena.trim(), race->winners = 0;
-      if (arena.held() != 0) ++race->mistakes;
+      race->meet(8 * round + 8);
+      if (arena.held() != 0 || device.free_bytes() != all) ++race->mistakes; // a loser keeps nothing
     }
   };
   fflush(nullptr);
@@ -266,6 +316,7 @@ void check_race() {
   compete();
   CHECK_EQ(waitpid(child, nullptr, 0), child);
   CHECK_EQ(race->mistakes, 0);
+  end_holder(holder);
   munmap(shared, sizeof(Race));
 }
 
@@ -277,6 +328,7 @@ void check_host() {
   check_two_devices();
   check_fork();
   check_death();
+  check_stopped_process();
   check_race();
   check_map_entries();
 }

@@ -44,10 +44,28 @@ void starve(Arena &arena, const char *what, const std::function<int()> &work) {
   fail(__FILE__, __LINE__, std::string(what) + " needs more than 100 allocations");
 }
 
+// Accounting for a handle that cannot be released must not need memory either.
+void starve_undo(Device &device) {
+  Arena arena(device, {16, 2, KVC_ZERO_NEVER, 0, 0, 1});
+  const kvc_run runs[] = {{0, 1}, {1, 1}};
+  int status = KVC_OUT_OF_MEMORY;
+  for (uint64_t allowed = 0; status != KVC_QUARANTINED && allowed < 100; ++allowed) {
+    device.fail_call(KVC_CALL_CREATE, 3);
+    device.fail_call(KVC_CALL_RELEASE, 1);
+    allocations_left = allowed;
+    status = kvc_arena_map(arena.get(), runs, 2, nullptr, 0, nullptr, nullptr);
+    allocations_left = UINT64_MAX;
+    device.clear_faults();
+  }
+  CHECK_EQ(status, KVC_QUARANTINED);
+  CHECK_EQ(arena.stats().quarantined_bytes, arena.page_bytes());
+}
+
 } // namespace
 
 void check_own_memory_failures() {
   Device device;
+  starve_undo(device);
   const kvc_run runs[] = {{0, 2}, {4, 1}, {5, 1}};
   for (const uint32_t zero : {KVC_ZERO_NEVER, KVC_ZERO_USED}) {
     Arena arena(device, {16, 2, zero, 0, 0, 1});

@@ -290,6 +290,26 @@ def test_what_cannot_be_undone_is_fenced_off(device: Device, arena: Arena) -> No
     arena.map([Run(8, 1)])
 
 
+def test_an_abort_that_fails_may_be_tried_again(bench: Bench, device: Device, arena: Arena) -> None:
+    arena.map(BATCH)
+    arena.prepare(1, BATCH[:2])
+    before = arena.stats()
+    device.fail(Call.MAP, 2)
+    if arena.config.planes > 1:
+        with pytest.raises(DeviceOutOfMemory):
+            arena.abort(1)
+        assert arena.stats() == before
+    device.fail(Call.MAP, arena.config.planes + 1)
+    device.fail(Call.UNMAP, 1)
+    with pytest.raises(StateUnknown) as caught:
+        arena.abort(1)
+    assert caught.value.pages == (0, 1)
+    arena.abort(1)  # what is left of it comes back
+    assert bench.readable(arena, 2)
+    assert arena.stats().prepared_bytes == 0
+    assert arena.stats().mapped_pages == 5
+
+
 def test_handles_that_cannot_be_released_stay_accounted_for(device: Device, arena: Arena) -> None:
     arena.map([Run(0, 2)])
     arena.prepare(1, [Run(0, 2)])
