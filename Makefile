@@ -30,7 +30,7 @@ test-core: setup  ## unit, stateful, fault, contract and process tests, without 
 	$(RUN) -m pytest tests/unit tests/stateful tests/faults tests/contract tests/process
 
 test-engines: engines  ## the tests on real engines
-	$(ENGINES)/bin/python -m pytest tests/engines tests/e2e
+	$(RUN) -m pytest tests/engines tests/e2e
 
 test: check test-core test-engines  ## everything
 

@@ -14,7 +14,7 @@ import pytest
 from serving import MIB, PYTHON, CardOfEngines, Server
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 pytestmark = [
     pytest.mark.engine,
@@ -41,17 +41,13 @@ TOPICS = [
 ]
 
 
+SEASONS = ["in spring", "in high summer", "in autumn", "in the long winter"]
+
+
 def prompts(turn: int) -> list[str]:
-    """Eight long prompts; half of them come again in later turns, so that prefixes are worth keeping."""
-    topics = [TOPICS[(turn * 4 + index) % len(TOPICS)] for index in range(8)]
-    return [f"Here are notes about {topic}. " * 18 + f"Tell the story of {topic} in a few calm sentences:" for topic in topics]
-
-
-@pytest.fixture(scope="module")
-def card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CardOfEngines]:
-    card = CardOfEngines(tmp_path_factory.mktemp("card"), BUDGET_BYTES)
-    yield card
-    card.close()
+    """Eight long prompts; half of them come again in the next turn, so that prefixes are worth keeping."""
+    subjects = [f"{TOPICS[(turn * 4 + index) % len(TOPICS)]} {SEASONS[(turn * 4 + index) // len(TOPICS) % 4]}" for index in range(8)]
+    return [f"Here are notes about {subject}. " * 30 + f"Tell the story of {subject} in a few calm sentences:" for subject in subjects]
 
 
 class Load:
@@ -89,7 +85,7 @@ def kill_in_mid_burst(card: CardOfEngines, engine: Server) -> float:
 
     def ask_in_vain() -> None:
         with pytest.raises((OSError, HTTPException)):
-            engine.burst(prompts(1), 200)
+            engine.burst(prompts(1), 64)
 
     doomed = threading.Thread(target=ask_in_vain)
     doomed.start()
