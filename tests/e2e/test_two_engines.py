@@ -50,6 +50,13 @@ def prompts(turn: int) -> list[str]:
     return [f"Here are notes about {subject}. " * 30 + f"Tell the story of {subject} in a few calm sentences:" for subject in subjects]
 
 
+@pytest.fixture(scope="module")
+def card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CardOfEngines]:
+    card = CardOfEngines(tmp_path_factory.mktemp("card"), BUDGET_BYTES)
+    yield card
+    card.close()
+
+
 class Load:
     """Bursts to engines; the same prompt must always be answered in the same words."""
 

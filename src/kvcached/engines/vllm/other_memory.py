@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -16,6 +15,8 @@ import torch
 from kvcached.units import MIB, format_size
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvcached.card.entry import Entry
     from kvcached.config import Settings
     from kvcached.engines.vllm.identity import Identity
@@ -43,13 +44,21 @@ class OtherMemory:
     def settle(self) -> None:
         """Everything but KV memory has been allocated at its peak: count that, and remember it for the next start."""
         measured_bytes = torch.cuda.max_memory_reserved(self._device) + _CONTEXT_BYTES
-        if self._entry is not None:
-            self._entry.close()
-        self._entry = self._card.adopt_other(self._identity.instance, self._identity.name, measured_bytes)
+        if self._entry is None:
+            self._entry = self._card.adopt_other(self._identity.instance, self._identity.name, measured_bytes)
+        else:
+            self._resize(self._entry, measured_bytes - self._entry.lease_bytes)
         _log.info("weights and activations: %s (expected %s)", format_size(measured_bytes), format_size(self._bytes))
         self._bytes = measured_bytes
         self._memo.parent.mkdir(mode=0o700, exist_ok=True)
         self._memo.write_text(str(measured_bytes))
+
+    def _resize(self, entry: Entry, missing_bytes: int) -> None:
+        """A refusal changes nothing that counts: the memory is there, so the device's free memory bounds every later grant."""
+        if missing_bytes > 0:
+            entry.lease(missing_bytes, owned=True)
+        elif missing_bytes < 0:
+            entry.unlease(-missing_bytes)
 
     def close(self) -> None:
         if self._entry is not None:
