@@ -14,7 +14,7 @@ import pytest
 from serving import MIB, PYTHON, CardOfEngines, Server
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 pytestmark = [
     pytest.mark.engine,

@@ -76,8 +76,8 @@ class ElasticWorker(_Worker):
     def _warm_up_blocks(self, kv_cache_config: Any) -> int:
         """Warm-up steps run on ids 1, 2, ... before there is a scheduler: a full batch of tokens, and a few more for every request."""
         scheduler = self.vllm_config.scheduler_config
-        sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
-        return 1 + sum(ceil_div(scheduler.max_num_batched_tokens, size) + 2 * scheduler.max_num_seqs + 2 for size in sizes)
+        sizes = [int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups]
+        return 1 + sum(ceil_div(int(scheduler.max_num_batched_tokens), size) + 2 * int(scheduler.max_num_seqs) + 2 for size in sizes)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         output = super().execute_model(scheduler_output, *args, **kwargs)
