@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvcached.config import Settings
 
 _NOT_IN_A_NAME: Final = re.compile(r"[^A-Za-z0-9._-]+")
-_MODEL_LETTERS: Final = 32
+_MODEL_LETTERS: Final = 24
 
 
 class Identity(NamedTuple):

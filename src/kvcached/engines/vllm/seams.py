@@ -125,5 +125,6 @@ SEAMS: Final[tuple[Seam, ...]] = (
 
 
 def seams_of(version: tuple[int, int]) -> list[Seam]:
-    """What is touched in this release."""
-    return [seam for seam in SEAMS if seam.first <= version <= seam.last]
+    """What is touched in this release; beyond the supported range, in the nearest one within."""
+    nearest = max(FIRST, min(version, LAST))
+    return [seam for seam in SEAMS if seam.first <= nearest <= seam.last]
