@@ -113,6 +113,16 @@ def test_a_pool_at_rest_keeps_no_reserve_until_blocks_are_taken():
     assert world.pool.counts().parked_pages >= 4
 
 
+def test_pages_that_retire_late_leave_no_handles_behind():
+    world = World(min_reserved_pages=0, max_reserved_pages=0, idle_trim_s=1.0)
+    world.pool.give(world.pool.take(8), 5)  # step 5 may still read them
+    world.ticks(60)
+    assert (world.port.mapped, world.port.trims) == (2, 1)
+    world.pool.advance(5)
+    world.ticks(2)
+    assert (world.port.mapped, world.port.trims) == (0, 2)
+
+
 def test_a_low_reserve_wakes_the_keeper():
     world = World(min_reserved_pages=4, max_reserved_pages=8)
     world.pool.take(4)

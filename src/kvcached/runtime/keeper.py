@@ -144,6 +144,7 @@ class Keeper:
                 self._grow_backoff_until_s = now + self._options.idle_tick_s
         elif parked > high:
             self._pool.shrink(parked - high, keep_parked=high)
+            self._handles_trimmed = False  # what has just been unmapped left handles behind
         if idle and not self._handles_trimmed:
             self._pool.trim_handles()
         self._handles_trimmed = idle
