@@ -72,6 +72,11 @@ def shared_bytes() -> int:
     return 0
 
 
+def is_settled(look: dict[str, int]) -> bool:
+    """Nothing is held but pages in use, and perhaps a zero page."""
+    return look["parked_pages"] == look["retired_pages"] == 0 and look["lease_bytes"] <= (look["held_pages"] + 1) * look["step_bytes"]
+
+
 class Peak:
     """The largest number of held pages while the block runs."""
 
@@ -108,7 +113,7 @@ def generate(engine: Engine) -> dict[str, Any]:
         "peak_pages": peak.pages,
     }
     if engine.memory:
-        settled = engine.wait_for(lambda look: look["parked_pages"] == look["retired_pages"] == 0)
+        settled = engine.wait_for(is_settled)
         result |= {"settled": settled, "shared_before": before, "shared_after": shared_bytes()}
     return result
 
