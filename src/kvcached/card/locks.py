@@ -145,7 +145,7 @@ class LockTable:
             file = self._files.get(key)
             if file is None:
                 self._files[key] = file = LockFile(fd, key, self._pinned)
-                finalize(file, self._forget, key, os.getpid()).atexit = False
+                finalize(file, self._forget, key, os.getpid()).atexit = False  # type: ignore[misc]  # typeshed forgets the slot
             return file
 
     def _forget(self, key: tuple[int, int], pid: int) -> None:
