@@ -95,6 +95,20 @@ def test_an_exception_in_the_mapper_is_a_broken_outcome(client, mapper):
     assert "driver went mad" in outcome.reason
 
 
+def test_a_mapper_that_raises_is_answered_for(client, mapper):
+    mapper.let_go.set()
+    mapper.unmap = lambda runs: 1 / 0
+    outcome = client.unmap([(1, 1)]).result(5)
+    assert outcome.verdict is Verdict.BROKEN
+    assert "ZeroDivisionError" in outcome.reason
+
+
+def test_a_batch_that_is_too_long_to_send_fails_at_once_and_alone(client):
+    with pytest.raises(PeerRefused, match="fewer runs"):
+        client.map([(page, 1) for page in range(100_000)], urgent=True).result(5)
+    assert client.map([(1, 1)], urgent=True).result(5).verdict is Verdict.DONE
+
+
 def test_a_lost_mapper_ends_every_waiting_future_and_every_later_call(client, server):
     waiting = client.unmap([(1, 1)])
     server._connection.shutdown(2)

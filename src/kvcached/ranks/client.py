@@ -113,8 +113,13 @@ class RemoteMapper:
             try:
                 self._socket.sendall(encode(message, number))
             except OSError as error:
-                del self._waiting[number]
-                future.set_exception(PeerLost(f"the mapper at {self._path} is gone: {error}"))
+                failure: PeerError = PeerLost(f"the mapper at {self._path} is gone: {error}")
+            except PeerRefused as error:  # too long to send: nothing was sent
+                failure = error
+            else:
+                return future
+            del self._waiting[number]
+        future.set_exception(failure)
         return future
 
     def _ask_outcome(self, message: Message) -> Future[Outcome]:

@@ -158,15 +158,23 @@ class MapperServer:
             case MapRequest(runs, urgent):
                 self._reply(connection, number, self._mapper.map(runs, urgent=urgent))
             case UnmapRequest(runs):
-                self._slow_lane.submit(lambda: self._reply(connection, number, self._mapper.unmap(runs)))
+                self._reply_later(connection, number, lambda: self._mapper.unmap(runs))
             case TrimRequest():
-                self._slow_lane.submit(lambda: self._reply(connection, number, self._mapper.trim()))
+                self._reply_later(connection, number, self._mapper.trim)
             case Report():
                 self._mapper.report(message)
             case StatusRequest():
                 self._send(connection, self._mapper.status(_STATUS_TIMEOUT_S), number)
             case _:
                 raise PeerRefused(f"an owner may not send {type(message).__name__}")
+
+    def _reply_later(self, connection: socket.socket, number: int, call: Callable[[], Future[Outcome]]) -> None:
+        """In the slow lane. A call that raises is answered too, or its owner would wait for ever."""
+
+        def perform() -> Outcome:
+            return call().result()
+
+        self._slow_lane.submit(perform).add_done_callback(lambda done: self._reply(connection, number, done))
 
     def _reply(self, connection: socket.socket, number: int, future: Future[Outcome]) -> None:
         error = future.exception()
