@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve`, unchanged command line, in its usual processes; how it ends; and starts that must be refused."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from harness.cases import load_prompts
+from harness.engines import MODELS, PYTHON, environment, versions
+from harness.server import Server
+
+from kvcached.card.card import Card
+from kvcached.runtime.control import ControlClient
+from kvcached.runtime.endpoint import endpoint_path
+from kvcached.testing.models import ensure_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from kvcached.runtime.control import PoolStatus
+
+NEWEST = versions()[-1:]
+WAIT_S = 20.0
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    """The condition's value once it holds, else its last value."""
+    deadline = time.monotonic() + WAIT_S
+    while not (value := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return value
+
+
+def leased_bytes(run_dir: Path) -> int:
+    return sum(card.leased_bytes for card in Card.list_cards(run_dir))
+
+
+@pytest.fixture(scope="module", params=NEWEST)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    ensure_model("llama", MODELS / "llama")
+    settings = {"KVCACHED_IPC_NAME": "tiny", "KVCACHED_HOST_GRANULARITY": "256KiB", "KVCACHED_VIRTUAL": "128MiB", "KVCACHED_LIMIT": "64MiB"}
+    server = Server(request.param, tmp_path_factory.mktemp("s"), **settings)
+    try:
+        yield server.wait_until_ready()
+    finally:
+        if server.process.poll() is None:
+            server.kill()
+
+
+def control(server: Server) -> ControlClient:
+    return ControlClient(endpoint_path(server.run_dir, "tiny"))
+
+
+def owned_blocks(status: PoolStatus) -> int:
+    return status.owned_bytes // status.block_bytes
+
+
+def test_answers_are_those_of_the_unhooked_engine_and_memory_comes_and_goes(server: Server, batches: Callable[..., Any]) -> None:
+    from test_vllm_tokens import STOCK
+
+    expected = batches(NEWEST[0], STOCK, False)["cached"]["tokens"]
+    prompts = [(index, prompt) for index, prompt in enumerate(load_prompts()) if len(prompt) < 1_900][:24]
+    for index, prompt in prompts:
+        status, answer = server.complete(prompt)
+        assert status == 200, answer
+        assert answer["choices"][0]["token_ids"] == expected[index]
+    assert "elastic: on, worker ElasticCPUWorker, scheduler ElasticScheduler" in server.log
+    status = wait_for(lambda: (status := control(server).status()).parked_bytes == 0 and status)
+    assert status.cached_bytes > 0
+    assert owned_blocks(status) == 1
+    assert status.lease_bytes < status.limit_bytes
+
+
+def test_an_idle_server_obeys_the_control_endpoint(server: Server) -> None:
+    client = control(server)
+    page_bytes = client.status().page_bytes
+    client.limit(2 * page_bytes)
+    assert wait_for(lambda: client.status().lease_bytes <= 2 * page_bytes)
+    status, answer = server.complete("Hello!")
+    assert (status, len(answer["choices"][0]["token_ids"])) == (200, 24)
+    client.limit(64 * 1024 * 1024)
+
+
+def test_a_prompt_that_can_never_fit_is_an_error_and_the_server_lives(server: Server) -> None:
+    client = control(server)
+    client.limit(client.status().page_bytes)
+    try:
+        status, answer = server.complete("word " * 300)
+        assert status >= 400
+        assert "error" in answer
+    finally:
+        client.limit(64 * 1024 * 1024)
+    assert server.complete("Hello!")[0] == 200
+
+
+def test_a_client_that_hangs_up_leaves_nothing_behind(server: Server) -> None:
+    server.abandon("Tell me everything.", max_tokens=1_900)
+    assert wait_for(lambda: owned_blocks(control(server).status()) == 1)
+
+
+def test_sigterm_leaves_no_lease_and_no_process(server: Server) -> None:
+    """Last in this file's order on this server. vLLM itself sometimes waits for ever; then it is killed, and nothing may be left either."""
+    server.stop()
+    assert wait_for(lambda: not server.processes())
+    assert leased_bytes(server.run_dir) == 0
+
+
+@pytest.mark.parametrize("version", NEWEST)
+def test_kill_9_while_it_works_frees_all_that_was_leased(version: str, tmp_path: Path) -> None:
+    server = Server(version, tmp_path, KVCACHED_IPC_NAME="victim", KVCACHED_HOST_GRANULARITY="256KiB", KVCACHED_VIRTUAL="128MiB")
+    try:
+        server.wait_until_ready()
+        server.abandon("Tell me everything.", max_tokens=1_900)
+        assert leased_bytes(server.run_dir) > 0
+    finally:
+        server.kill()
+    assert wait_for(lambda: not server.processes())
+    assert leased_bytes(server.run_dir) == 0
+
+
+START = """import vllm
+{change}
+from vllm import LLM
+LLM(model={model!r}, enforce_eager=True, max_model_len=256, dtype='float32', block_size=32)
+"""
+REFUSED = {
+    "another platform": ("", {"VLLM_TARGET_DEVICE": "cpu"}, "vLLM chose the platform CpuPlatform"),
+    "another release": ("vllm.__version__ = '0.99.0'", {}, "vLLM 0.99.0 is not supported"),
+    "a bad setting": ("", {"KVCACHED_LIMIT": "lots"}, "KVCACHED_LIMIT=lots"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("version", NEWEST)
+def test_an_engine_that_cannot_be_elastic_as_asked_does_not_start(version: str, case: str, tmp_path: Path) -> None:
+    change, settings, says = REFUSED[case]
+    variables = {"ENABLE_KVCACHED": "true", "KVCACHED_RUN_DIR": str(tmp_path / "run"), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    program = START.format(change=change, model=str(MODELS / "llama"))
+    done = subprocess.run(
+        [str(PYTHON), "-c", program], env=environment(version, **(variables | settings)), cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert says in done.stderr
