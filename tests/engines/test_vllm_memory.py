@@ -6,27 +6,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from harness.cases import Case
 from harness.engines import versions
+from harness.matrix import ELASTIC
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from harness.cases import Case
     from harness.engines import Batch
-
-SMALL_PAGES = {"KVCACHED_HOST_GRANULARITY": "256KiB", "KVCACHED_VIRTUAL": "128MiB"}  # pages of 2 MiB: 16 blocks of 32 tokens
-NO_RESERVE = {"KVCACHED_MIN_RESERVED_PAGES": "0", "KVCACHED_MAX_RESERVED_PAGES": "0"}
-CASES = (
-    Case("hopeless", "hopeless", settings=SMALL_PAGES | NO_RESERVE | {"KVCACHED_LIMIT": "8MiB"}),
-    Case("idle limit", "idle_limit", settings=SMALL_PAGES, prompts=48),
-    Case("reset", "reset", settings=SMALL_PAGES, prompts=24),
-    Case("virtual", settings=SMALL_PAGES | {"KVCACHED_VIRTUAL": "48GiB"}, prompts=8),
-)
 
 
 @pytest.fixture(params=versions())
 def engine(request: pytest.FixtureRequest, batches: Callable[[str, tuple[Case, ...], bool], Batch]) -> Batch:
-    return batches(request.param, CASES, True)
+    return batches(request.param, ELASTIC, True)
 
 
 def test_a_request_larger_than_the_pool_ends_with_a_clear_error_and_the_others_are_served(engine: Batch) -> None:
@@ -37,6 +29,11 @@ def test_a_request_larger_than_the_pool_ends_with_a_clear_error_and_the_others_a
     first, other, after = result["short"]
     assert first == other == after
     assert len(first) == 8
+
+
+def test_a_prompt_larger_than_the_pool_is_turned_away_with_both_numbers(engine: Batch) -> None:
+    blocks = 8 * 1024 * 1024 // (128 * 1024) - 1
+    assert f"the prompt has 3000 tokens and the KV cache of this engine can hold {blocks * 32}" in engine["hopeless"]["refused"]
 
 
 def test_a_request_that_outgrows_the_pool_ends_with_an_error_where_it_does(engine: Batch) -> None:

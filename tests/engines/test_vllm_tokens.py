@@ -6,31 +6,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from harness.cases import Case, load_prompts
+from harness.cases import load_prompts
 from harness.engines import versions
+from harness.matrix import ELASTIC, STOCK, TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from harness.cases import Case
     from harness.engines import Batch
 
     Batches = Callable[[str, tuple[Case, ...], bool], Batch]
 
-SMALL_PAGES = {"KVCACHED_HOST_GRANULARITY": "256KiB", "KVCACHED_VIRTUAL": "128MiB"}  # pages of 2 MiB: 16 blocks of 32 tokens
-TIGHT = SMALL_PAGES | {"KVCACHED_LIMIT": "14MiB", "KVCACHED_MIN_RESERVED_PAGES": "0", "KVCACHED_MAX_RESERVED_PAGES": "0"}
-NO_CACHE = {"enable_prefix_caching": False}
-STOCK = (Case("cached"), Case("uncached", options=NO_CACHE))
-ELASTIC = (
-    Case("cached", settings=SMALL_PAGES),
-    Case("uncached", options=NO_CACHE, settings=SMALL_PAGES),
-    Case("async", settings=SMALL_PAGES, async_scheduling=True),
-    Case("tight", settings=TIGHT),
-    Case("tight uncached async", options=NO_CACHE, settings=TIGHT, async_scheduling=True),
-    Case("capped cache", settings=SMALL_PAGES | {"KVCACHED_MAX_CACHED_TOKENS": "2048"}),
-    Case("per layer", settings=SMALL_PAGES | {"KVCACHED_CONTIGUOUS_LAYOUT": "false"}),
-    Case("zero backing", settings=SMALL_PAGES | {"KVCACHED_ZERO_BACKING": "used"}, async_scheduling=True),
-)
-NAMES = [case.name for case in ELASTIC]
+NAMES = [case.name for case in TOKENS]
 
 pytestmark = pytest.mark.parametrize("version", versions())
 

@@ -17,7 +17,7 @@ from kvcached.runtime.control import BytesAnswer, ChangeAnswer, Explanation, Poo
 from kvcached.runtime.explain import explain_pool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from kvcached.runtime.facts import MapperFacts
     from kvcached.runtime.keeper import Keeper
@@ -40,6 +40,7 @@ class PoolOperations:
         self._instance = instance
         self._name = name
         self._status_timeout_s = port_status_timeout_s
+        self.longest_request_tokens: Callable[[], int] = int  # an engine's adapter knows
 
     @contextlib.contextmanager
     def _locked(self, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[Pool]:
@@ -54,6 +55,7 @@ class PoolOperations:
         with self._locked() as pool:
             counts, limits, failed = pool.counts(), pool.limits, pool.failed
             overage_pages = pool.overage_pages()
+            longest_tokens = self.longest_request_tokens()
         mapper = self._pool.port_status(self._status_timeout_s)
         geometry, step = pool.geometry, pool.geometry.release_step_bytes
         block_bytes = geometry.planes * geometry.block_stride_bytes
@@ -79,6 +81,7 @@ class PoolOperations:
             parked_bytes=counts.parked_pages * step,
             retired_bytes=counts.retired_pages * step,
             mapped_bytes=mapper.mapped_bytes,
+            longest_request_tokens=longest_tokens,
         )
 
     def limit(self, limit_bytes: int, revision: int | None = None) -> ChangeAnswer:

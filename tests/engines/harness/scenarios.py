@@ -120,13 +120,21 @@ def generate(engine: Engine) -> dict[str, Any]:
 
 def hopeless(engine: Engine) -> dict[str, Any]:
     """A prompt that can never fit among others that do, and a request that outgrows the pool."""
+    from vllm.platforms import current_platform
+
     short, long = "What is water made of?", "word " * 600
+    try:
+        refused = f"no error: {engine.generate([long], max_tokens=8)}"
+    except ValueError as error:
+        refused = str(error)
+    type(current_platform).kvcached_prompt_check = None  # what follows is what a scheduler does that meets such a request
     answers = engine.generate([short, long, short], max_tokens=8)
     outgrown = engine.generate([short], max_tokens=2_000)
     after = engine.generate([short], max_tokens=8)
     return {
         "reasons": [answer.finish_reason for answer in answers],
         "why": str(answers[1].stop_reason),
+        "refused": refused,
         "outgrown": outgrown[0].finish_reason,
         "outgrown_tokens": len(outgrown[0].token_ids),
         "short": [list(answers[0].token_ids), list(answers[2].token_ids), list(after[0].token_ids)],

@@ -57,6 +57,15 @@ class ElasticKVCacheManager(KVCacheManager):
             self.kvcached_refused_until_s = time.monotonic() + _BACKOFF_S
         return gained > 0
 
+    def longest_request_tokens(self) -> int:
+        """The most tokens of one request that the pool can ever hold, alone."""
+        fits, fails = 0, self.max_model_len + 1
+        while fails - fits > 1:
+            tokens = (fits + fails) // 2
+            total, _ = self._blocks_of(None, tokens)
+            fits, fails = (tokens, fails) if total < self.kvcached_pool.max_blocks() else (fits, tokens)
+        return fits
+
     def _tokens_of(self, request: Any, num_new_tokens: int, options: dict[str, Any]) -> int:
         computed = request.num_computed_tokens + options.get("num_new_computed_tokens", 0) + options.get("num_external_computed_tokens", 0)
         tokens = computed + num_new_tokens + options.get("num_lookahead_tokens", 0)
@@ -64,12 +73,12 @@ class ElasticKVCacheManager(KVCacheManager):
             tokens = max(tokens, request.num_tokens)
         return int(min(tokens, self.max_model_len))
 
-    def _blocks_of(self, request: Any, tokens: int) -> tuple[int, int]:
+    def _blocks_of(self, request: Any | None, tokens: int) -> tuple[int, int]:
         """(blocks that so many tokens take at most, blocks that the request holds), over all groups."""
         total = held = 0
         for manager in self.coordinator.single_type_managers:
             blocks = ceil_div(tokens, manager.block_size)
             cap = getattr(manager, "max_admission_blocks_per_request", None) or getattr(manager, "_max_admission_blocks_per_request", None)
             total += blocks if cap is None else min(blocks, cap)
-            held += len(manager.req_to_blocks.get(request.request_id, ()))
+            held += len(manager.req_to_blocks.get(request.request_id, ()) if request else ())
         return total, held

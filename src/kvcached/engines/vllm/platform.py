@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from kvcached.config import check_public_package
+from kvcached.config import check_public_package, load_settings
 from kvcached.engines.vllm.chain import class_over, is_ours, name_over
+from kvcached.engines.vllm.identity import Identity
+from kvcached.engines.vllm.prompt_check import PromptCheck
 from kvcached.engines.vllm.support import require_features, require_release
 from kvcached.units import MIB
 
@@ -36,13 +38,24 @@ def platform_name() -> str | None:
 
 
 class ElasticPlatform(_Platform):
-    """Nothing differs from the stock platform but the classes that it names."""
+    """Nothing differs from the stock platform but the classes that it names, and that it turns away what can never fit."""
+
+    kvcached_prompt_check: ClassVar[PromptCheck | None] = None  # of the engine that this process configured last
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
         super().check_and_update_config(vllm_config)
         if vllm_config.model_config is not None:
             make_elastic(vllm_config)
+            settings = load_settings()
+            cls.kvcached_prompt_check = PromptCheck(settings.run_dir, Identity.of(settings, vllm_config).instance)
+
+    @classmethod
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        """In the front end, where an error reaches the client as it is. Raises `ValueError`."""
+        super().validate_request(processed_inputs, params)
+        if cls.kvcached_prompt_check is not None:
+            cls.kvcached_prompt_check.require_room(processed_inputs)
 
 
 def make_elastic(vllm_config: Any) -> None:

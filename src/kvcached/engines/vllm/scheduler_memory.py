@@ -48,6 +48,7 @@ class SchedulerMemory:
         with self.lock:
             ElasticBlockPool.adopt(scheduler.kv_cache_manager.block_pool, self.pool, self.steps)
             self._manager = ElasticKVCacheManager.adopt(scheduler.kv_cache_manager, self.pool)
+        self._owner.operations.longest_request_tokens = self._manager.longest_request_tokens
         self._owner.start()
 
     @property

@@ -58,6 +58,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     Seam("vllm.config.vllm:VllmConfig.instance_id", Kind.FIELD, "the name under which scheduler and worker find each other"),
     Seam(f"{_PLATFORM}.check_and_update_config", Kind.METHOD, "names worker and scheduler classes", ("vllm_config",)),
+    Seam(f"{_PLATFORM}.validate_request", Kind.METHOD, "a prompt that can never fit is turned away with a sentence", ("processed_inputs",)),
     Seam(f"{_WORKER}.init_device", Kind.METHOD, "the start guard must ask for what this engine needs, not for a share of the card"),
     Seam(f"{_WORKER}.determine_available_memory", Kind.METHOD, "capacity is the address range, not the memory that is free now"),
     Seam(f"{_WORKER}.initialize_from_config", Kind.METHOD, "strides are set and the one allocation is answered", ("kv_cache_config",)),
