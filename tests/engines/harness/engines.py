@@ -35,6 +35,7 @@ def environment(version: str, **extra: str) -> dict[str, str]:
     return {
         **kept,
         "PYTHONPATH": f"{RELEASES / f'vllm-{version}'}:{ROOT / 'src'}:{ROOT / 'tests' / 'engines'}",
+        "VLLM_CACHE_ROOT": str(RELEASES / f".cache-{version}"),  # releases that share one look at every model class again at each change
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
