@@ -109,9 +109,11 @@ def test_ports_are_free_and_differ() -> None:
 def test_the_engine_gets_the_card_and_no_stray_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCACHED_LIMIT", "1M")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "9")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     environment = engine_environment("facts", tmp_path / "vllm", tmp_path, Sizes(4, 64, 32, 1024))
     assert "KVCACHED_LIMIT" not in environment
     assert "VLLM_CPU_KVCACHE_SPACE" not in environment
+    assert "PYTHONDONTWRITEBYTECODE" not in environment
     assert environment["ENABLE_KVCACHED"] == "true"
     assert environment["KVCACHED_BUDGET"] == environment["KVCACHED_HOST_CAPACITY"] == str(Sizes(4, 64, 32, 1024).budget_bytes)
 

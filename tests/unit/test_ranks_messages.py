@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcached.errors import HandshakeMismatch, PeerRefused
-from kvcached.ranks.api import MapperStatus, Outcome, Report, Verdict
+from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report, Verdict
 from kvcached.ranks.messages import (
     HEADER,
     MAX_BODY_BYTES,
@@ -32,7 +32,8 @@ MESSAGES = st.one_of(
     st.builds(UnmapRequest, RUNS),
     st.just(TrimRequest()),
     st.just(StatusRequest()),
-    st.builds(Report, NUMBERS, NUMBERS, WEIGHT, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
+    st.builds(LimitsRequest, NUMBERS, NUMBERS, WEIGHT, NUMBERS),
+    st.builds(Report, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
     st.builds(Outcome, st.sampled_from(Verdict), NUMBERS, st.lists(NUMBERS, max_size=20).map(tuple), TEXT),
     st.builds(MapperStatus, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
 )

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owner and mapper over a real socket in one process: every future ends, whatever happens to the peer."""
 
+import queue
 import threading
 from concurrent.futures import Future
 
 import pytest
 
 from kvcached.errors import HandshakeMismatch, PeerLost, PeerRefused, PeerTimeout
-from kvcached.ranks.api import MapperStatus, Outcome, Report, Verdict, finished
+from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report, Verdict, finished
 from kvcached.ranks.client import RemoteMapper
 from kvcached.ranks.messages import Hello
 from kvcached.ranks.server import MapperServer
@@ -35,6 +36,13 @@ class Recorder:
         raise_in_future = Future()
         raise_in_future.set_exception(RuntimeError("driver went mad"))
         return raise_in_future
+
+    def set_limits(self, limits):
+        self.calls.append(("limits", limits))
+        return finished(Outcome(Verdict.REFUSED, reason="the floor does not fit"))
+
+    def when_lost(self, tell):
+        pass
 
     def report(self, report):
         self.calls.append(("report", report))
@@ -75,7 +83,7 @@ def test_calls_arrive_and_are_answered(client, mapper):
     assert client.hello == HELLO
     assert client.map([(3, 1), (5, 2)], urgent=True).result(5) == Outcome(Verdict.DONE)
     assert client.status(5) == MapperStatus(1, 2, 3, 4, 5)
-    report = Report(1, 2, 3.0, 4)
+    report = Report(1, 2, 3, 4)
     client.report(report)
     client.status(5)  # answered after the report, since both are in one lane
     assert mapper.calls == [("map", ((3, 1), (5, 2)), True), ("report", report)]
@@ -116,6 +124,33 @@ def test_a_lost_mapper_ends_every_waiting_future_and_every_later_call(client, se
         waiting.result(5)
     with pytest.raises(PeerLost):
         client.map([(1, 1)], urgent=True).result(5)
+
+
+def test_a_loss_is_told_at_once_and_to_whoever_asks_later(client, server):
+    told = queue.Queue()
+    client.when_lost(told.put)
+    server._connection.shutdown(2)
+    assert "is gone" in told.get(timeout=5)
+    client.when_lost(told.put)
+    assert "is gone" in told.get(timeout=5)
+
+
+def test_refused_limits_are_an_answer_and_the_connection_stays(client, server, lost):
+    outcome = client.set_limits(LimitsRequest(1, 2, 3.0, 4)).result(5)
+    assert (outcome.verdict, outcome.reason) == (Verdict.REFUSED, "the floor does not fit")
+    assert client.status(5).held_bytes == 5
+    assert not lost.is_set()
+
+
+def test_reports_to_a_mapper_that_does_not_answer_never_block(client, mapper):
+    mapper.hold = threading.Event()
+    answer = mapper.report
+    mapper.report = lambda report: mapper.hold.wait(20) and answer(report)
+    for _ in range(20_000):
+        client.report(Report())
+    mapper.hold.set()
+    assert client.status(20).held_bytes == 5
+    assert len(mapper.calls) <= 2
 
 
 def test_a_lost_owner_is_noticed_once(client, server, lost):

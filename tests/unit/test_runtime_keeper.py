@@ -5,7 +5,7 @@ import pytest
 
 from kvcached.core.geometry import BlockGeometry
 from kvcached.core.limits import Limits
-from kvcached.errors import StateUnknown
+from kvcached.errors import PeerTimeout, SettingError, StateUnknown
 from kvcached.ranks.api import Outcome, Verdict, finished
 from kvcached.runtime.keeper import Keeper, KeeperOptions
 from kvcached.runtime.pool import Pool, PoolOptions
@@ -42,6 +42,12 @@ class Port:
         self.trims += 1
         return finished(Outcome(Verdict.DONE))
 
+    def set_limits(self, limits):
+        return finished(Outcome(Verdict.DONE))
+
+    def when_lost(self, tell):
+        self.tell_lost = tell
+
     def report(self, report):
         self.reports.append(report)
 
@@ -55,10 +61,13 @@ class World:
         self.port = Port()
         self.pool = Pool(GEOMETRY, self.port, Limits(limit_pages * PAGE), PoolOptions())
         self.watched = 0
+        self.trouble = None
         self.keeper = Keeper(self.pool, KeeperOptions(**options), clock=lambda: self.now, watch=self._watch)
 
     def _watch(self):
         self.watched += 1
+        if self.trouble:
+            raise self.trouble
 
     def ticks(self, count=1, every_s=0.05):
         for _ in range(count):
@@ -167,6 +176,25 @@ def test_reports_come_at_a_pace_and_the_watch_with_them():
     world = World()
     world.ticks(16, every_s=0.125)
     assert len(world.port.reports) == world.watched == 8  # every 0.25 s
+
+
+@pytest.mark.parametrize("error", [PeerTimeout("the endpoint's lock is held"), FileNotFoundError("gone"), SettingError("mode")])
+def test_trouble_with_being_seen_says_nothing_about_the_memory(error, caplog):
+    world = World()
+    world.trouble = error
+    world.ticks(16, every_s=0.125)
+    assert len([record for record in caplog.records if "cannot be seen" in record.message]) == 1
+    world.trouble = None
+    assert world.pool.take(4)
+
+
+def test_a_keeper_that_dies_takes_the_pool_with_it():
+    world = World(tick_s=0.001, idle_tick_s=0.001)
+    world.keeper.tick = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        world.keeper._run()
+    with pytest.raises(StateUnknown, match="ZeroDivisionError"):
+        world.pool.take(1)
 
 
 def test_a_failure_in_the_thread_reaches_the_next_caller():

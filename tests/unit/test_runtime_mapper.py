@@ -6,7 +6,8 @@ import pytest
 from kvcached.card.budget import Refusal
 from kvcached.card.entry import LeaseResult
 from kvcached.core.geometry import BlockGeometry
-from kvcached.ranks.api import Report, Verdict
+from kvcached.errors import PeerLost, PeerRefused, PeerTimeout
+from kvcached.ranks.api import LimitsRequest, Report, Verdict
 from kvcached.runtime.facts import MapperFacts
 from kvcached.runtime.mapper import Mapper
 from kvcached.units import MIB
@@ -26,6 +27,8 @@ class Book:
         self.device = None
         self.usage = None
         self.limits = None
+        self.limits_error = None
+        self.publish_error = None
         self.closed = False
 
     def lease(self, delta_bytes, *, owned, deadline_s, want):
@@ -41,9 +44,13 @@ class Book:
         assert self.lease_bytes >= self.arena.stats().held_bytes
 
     def publish(self, usage):
+        if self.publish_error:
+            raise self.publish_error
         self.usage = usage
 
     def set_limits(self, *limits):
+        if self.limits_error:
+            raise self.limits_error
         self.limits = limits
 
     def heartbeat(self):
@@ -175,14 +182,33 @@ def test_a_mistake_of_the_owner_is_refused_and_changes_nothing(device):
     assert mapper.map([(3, 1)], urgent=True).result().verdict is Verdict.REFUSED
 
 
-def test_the_report_is_published_and_limits_only_when_they_change(device):
-    mapper, book, _arena = make(device)
-    mapper.report(Report(10 * PAGE, PAGE, 2.0, 1, parked_bytes=5))
-    assert book.limits == (10 * PAGE, PAGE, 2.0, 1)
-    assert book.usage.parked_bytes == 5
-    book.limits = None
-    mapper.report(Report(10 * PAGE, PAGE, 2.0, 1, parked_bytes=6))
-    assert book.limits is None
+def test_the_report_is_published_with_what_is_mapped(device):
+    mapper, book, _ = make(device)
+    mapper.report(Report(parked_bytes=6))
+    assert book.usage.parked_bytes == 6
     mapper.map([(0, 1)], urgent=True)
     assert (book.usage.mapped_bytes, book.usage.parked_bytes) == (PAGE, 6)
+    mapper.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict"),
+    [(PeerRefused("a floor does not fit"), Verdict.REFUSED), (PeerTimeout("locked"), Verdict.BUSY), (None, Verdict.DONE)],
+)
+def test_limits_are_entered_or_refused_and_the_mapper_goes_on(device, error, verdict):
+    mapper, book, _ = make(device)
+    book.limits_error = error
+    assert mapper.set_limits(LimitsRequest(10 * PAGE, PAGE, 2.0, 1)).result().verdict is verdict
+    assert book.limits == (None if error else (10 * PAGE, PAGE, 2.0, 1))
+    assert mapper.map([(0, 1)], urgent=True).result().verdict is Verdict.DONE
+    mapper.close()
+
+
+def test_a_record_that_cannot_be_reached_changes_nothing_about_the_memory(device):
+    mapper, book, arena = make(device)
+    mapper.map([(0, 2)], urgent=True)
+    book.publish_error = PeerLost("the card's file is gone")
+    assert mapper.unmap([(0, 2)]).result().verdict is Verdict.DONE
+    assert arena.stats().held_bytes == 0
+    book.publish_error = None
     mapper.close()

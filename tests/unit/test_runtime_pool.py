@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pool over a real mapper and a fake device: all or nothing, pressure is a miss, unknown state is the end."""
 
+import os
 import threading
 from concurrent.futures import Future
 
@@ -8,7 +9,7 @@ import pytest
 
 from kvcached.core.geometry import BlockGeometry
 from kvcached.core.limits import Limits
-from kvcached.errors import Misuse, PeerLost, PoolExhausted, StateUnknown
+from kvcached.errors import Misuse, PeerLost, PeerRefused, PeerTimeout, PoolExhausted, StateUnknown
 from kvcached.ranks.api import Outcome, Verdict, finished
 from kvcached.runtime.pool import Pool, PoolOptions, must_be_consistent
 from kvcached.units import MIB
@@ -27,6 +28,8 @@ class Port:
         self.next_outcome = None
         self.held_back = None
         self.reports = []
+        self.limits = []
+        self.limits_outcome = Outcome(Verdict.DONE)
 
     def _answer(self, name, runs, change):
         self.calls.append((name, list(runs)))
@@ -64,6 +67,13 @@ class Port:
 
     def trim(self):
         return finished(Outcome(Verdict.DONE))
+
+    def set_limits(self, limits):
+        self.limits.append(limits)
+        return finished(self.limits_outcome)
+
+    def when_lost(self, tell):
+        self.tell_lost = tell
 
     def report(self, report):
         self.reports.append(report)
@@ -318,6 +328,66 @@ def test_obtainable_and_max_blocks_follow_limit_and_range(port):
     assert pool.max_blocks() == 128
 
 
+def test_limits_that_the_card_refuses_change_nothing(port):
+    pool = make(port, limit_pages=4)
+    before = pool.limits
+    port.limits_outcome = Outcome(Verdict.REFUSED, reason="the floor does not fit")
+    with pytest.raises(PeerRefused, match="does not fit"):
+        pool.set_limits(Limits(8 * PAGE, 8 * PAGE, revision=1))
+    port.limits_outcome = Outcome(Verdict.BUSY, reason="the lock is held")
+    with pytest.raises(PeerTimeout, match="lock"):
+        pool.set_limits(Limits(8 * PAGE, 8 * PAGE, revision=1))
+    assert (pool.limits, pool.counts().limit_pages) == (before, 4)
+
+
+def test_what_others_never_give_up_bounds_what_the_pool_can_ever_hold(port):
+    pool = make(port, limit_pages=32)
+    pool.ceiling_bytes = 5 * PAGE
+    assert pool.max_blocks() == 20
+
+
+def test_a_lost_mapper_ends_warm_takes_too(port):
+    pool = make(port)
+    pool.give(pool.take(8))
+    port.tell_lost("the mapper is gone")
+    with pytest.raises(StateUnknown, match="the mapper is gone"):
+        pool.take(1)
+
+
+def test_a_mapper_that_raises_leaves_no_plan_open_and_the_pool_refuses(port):
+    pool = make(port)
+    pool.give(pool.take(4))
+    port.unmap = lambda runs: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        pool.shrink(4)
+    assert pool.counts().unmapping_pages == 0
+    with pytest.raises(StateUnknown, match="ZeroDivisionError"):
+        pool.take(1)
+
+
+def test_a_forked_child_takes_nothing(port):
+    pool = make(port)
+    pool.give(pool.take(8))
+    child = os.fork()
+    if child == 0:
+        try:
+            pool.take(1)
+        except Misuse:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert pool.take(1)
+
+
+def test_a_reserve_does_not_wait_for_pages_on_their_way_out(port):
+    pool = make(port, limit_pages=2)
+    pool.give(pool.take(8))
+    port.held_back = []
+    assert pool.shrink(2, deadline_s=0) == 0
+    assert pool.grow_reserve(2, deadline_s=3600) == 0
+    port.release()
+
+
 def test_a_closed_pool_refuses_and_a_second_close_does_nothing(port):
     pool = make(port)
     pool.close()
@@ -331,5 +401,4 @@ def test_a_limit_below_the_floor_lowers_what_is_claimed_until_it_rises_again(por
     pool = make(port, limit_pages=32)
     for limit_pages, claimed_pages in ((32, 8), (3, 3), (16, 8)):
         pool.set_limits(Limits(limit_pages * PAGE, floor_bytes=8 * PAGE, revision=pool.limits.revision + 1))
-        pool.report()
-        assert port.reports[-1].floor_bytes == claimed_pages * PAGE
+        assert port.limits[-1].floor_bytes == claimed_pages * PAGE

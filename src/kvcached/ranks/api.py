@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum
@@ -35,13 +35,19 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What the owner knows and the mapper publishes in the card's record: limits, and bytes by use."""
+class LimitsRequest:
+    """Limits for the mapper's entry in the card's record."""
 
     limit_bytes: int
     floor_bytes: int
     weight: float
     revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the owner knows and the mapper publishes in the card's record: bytes by use."""
+
     parked_bytes: int = 0
     retired_bytes: int = 0
     cached_bytes: int = 0
@@ -75,8 +81,14 @@ class MapperPort(Protocol):
     def trim(self) -> Future[Outcome]:
         """Release the handles that are kept for reuse."""
 
+    def set_limits(self, limits: LimitsRequest) -> Future[Outcome]:
+        """Enter them in the card's record. REFUSED (nothing changed, and why) when the card does not allow them."""
+
     def report(self, report: Report) -> None:
-        """Publish; never waits, an older report that was not sent yet is replaced."""
+        """Publish; never waits: while an earlier report is on its way, this one is dropped."""
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        """Call `tell` with the reason when the mapper is gone, at once if it is already. Never for a mapper in this process."""
 
     def status(self, timeout_s: float) -> MapperStatus:
         """Raises `PeerTimeout`, `PeerLost`."""

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Final
 
 from kvcached.errors import PeerError, PeerLost, PeerRefused, PeerTimeout
-from kvcached.ranks.api import MapperStatus, Outcome, Report, Runs
+from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report, Runs
 from kvcached.ranks.messages import (
     Hello,
     MapRequest,
@@ -28,10 +29,12 @@ from kvcached.ranks.messages import (
 from kvcached.ranks.server import receive_frame
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 _log = logging.getLogger("kvcached.ranks")
 _RETRY_S: Final = 0.05
+_SEND_TIMEOUT_S: Final = 1  # a mapper that has not read for so long, with its buffer full, is as good as gone
 
 
 class RemoteMapper:
@@ -47,6 +50,8 @@ class RemoteMapper:
         self._lock = threading.Lock()
         self._lost: PeerLost | None = None
         self._closing = False
+        self._reporting: Future[Outcome] | None = None
+        self._tell: Callable[[str], None] | None = None
         self._socket = self._connect(timeout_s)
         try:
             self.hello = self._greet(hello, timeout_s)
@@ -78,6 +83,7 @@ class RemoteMapper:
             raise PeerRefused(f"the mapper at {self._path} did not answer the greeting")
         check_hello(hello, theirs)
         self._socket.settimeout(None)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0))
         return theirs
 
     def _read(self) -> None:
@@ -97,10 +103,19 @@ class RemoteMapper:
         with self._lock:
             self._lost = PeerLost(f"the mapper at {self._path} is gone: {error}")
             waiting, self._waiting = list(self._waiting.values()), {}
-        if not self._closing:
-            _log.error("%s", self._lost)
+            tell = self._tell
         for future in waiting:
             future.set_exception(self._lost)
+        if not self._closing:
+            _log.error("%s", self._lost)
+            if tell is not None:
+                tell(str(self._lost))
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        with self._lock:
+            self._tell, lost = tell, self._lost
+        if lost is not None:
+            tell(str(lost))
 
     def _ask(self, message: Message) -> Future[Message]:
         future: Future[Message] = Future()
@@ -114,6 +129,8 @@ class RemoteMapper:
                 self._socket.sendall(encode(message, number))
             except OSError as error:
                 failure: PeerError = PeerLost(f"the mapper at {self._path} is gone: {error}")
+                with contextlib.suppress(OSError):  # part of a frame may have been sent: nothing more can follow it
+                    self._socket.shutdown(socket.SHUT_RDWR)
             except PeerRefused as error:  # too long to send: nothing was sent
                 failure = error
             else:
@@ -145,10 +162,12 @@ class RemoteMapper:
     def trim(self) -> Future[Outcome]:
         return self._ask_outcome(TrimRequest())
 
+    def set_limits(self, limits: LimitsRequest) -> Future[Outcome]:
+        return self._ask_outcome(limits)
+
     def report(self, report: Report) -> None:
-        with self._lock, contextlib.suppress(OSError):  # a lost mapper is noticed by the reading thread
-            if self._lost is None:
-                self._socket.sendall(encode(report, 0))
+        if self._reporting is None or self._reporting.done():
+            self._reporting = self._ask_outcome(report)
 
     def status(self, timeout_s: float) -> MapperStatus:
         try:

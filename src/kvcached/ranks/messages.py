@@ -12,14 +12,15 @@ from enum import IntEnum
 from typing import Any, Final
 
 from kvcached.errors import HandshakeMismatch, PeerRefused
-from kvcached.ranks.api import MapperStatus, Outcome, Report, Verdict
+from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report, Verdict
 
 PROTOCOL_VERSION: Final = 1
 MAX_BODY_BYTES: Final = 1 << 20
 HEADER: Final = struct.Struct("<4sHHIQ")
 _MAGIC: Final = b"KVRK"
 _COUNT: Final = struct.Struct("<I")
-_REPORT: Final = struct.Struct("<QQdQQQQQ")
+_LIMITS: Final = struct.Struct("<QQdQ")
+_REPORT: Final = struct.Struct("<4Q")
 _OUTCOME: Final = struct.Struct("<BQ")
 _STATUS: Final = struct.Struct("<5Q")
 
@@ -31,6 +32,7 @@ class Kind(IntEnum):
     TRIM = 4
     REPORT = 5
     STATUS = 6
+    LIMITS = 7
     OUTCOME = 32
     STATUS_ANSWER = 33
 
@@ -68,7 +70,7 @@ class StatusRequest:
     pass
 
 
-Message = Hello | MapRequest | UnmapRequest | TrimRequest | StatusRequest | Report | Outcome | MapperStatus
+Message = Hello | MapRequest | UnmapRequest | TrimRequest | StatusRequest | LimitsRequest | Report | Outcome | MapperStatus
 
 
 def _texts(*values: str) -> bytes:
@@ -93,6 +95,8 @@ def _body(message: Message) -> tuple[Kind, bytes]:
             return Kind.TRIM, b""
         case StatusRequest():
             return Kind.STATUS, b""
+        case LimitsRequest():
+            return Kind.LIMITS, _LIMITS.pack(*(getattr(message, name) for name in LimitsRequest.__slots__))
         case Report():
             return Kind.REPORT, _REPORT.pack(*(getattr(message, name) for name in Report.__slots__))
         case Outcome(verdict, size_bytes, pages, reason):
@@ -189,6 +193,8 @@ def _decode(kind: Kind, reader: _Reader) -> Message:
             return TrimRequest()
         case Kind.STATUS:
             return StatusRequest()
+        case Kind.LIMITS:
+            return LimitsRequest(*reader.take(_LIMITS))
         case Kind.REPORT:
             return Report(*reader.take(_REPORT))
         case Kind.OUTCOME:

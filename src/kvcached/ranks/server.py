@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 from kvcached.errors import HandshakeMismatch, PeerError, PeerLost, PeerRefused
-from kvcached.ranks.api import MapperPort, MapperStatus, Outcome, Report, Verdict
+from kvcached.ranks.api import LimitsRequest, MapperPort, MapperStatus, Outcome, Report, Verdict
 from kvcached.ranks.messages import (
     HEADER,
     Hello,
@@ -145,13 +145,14 @@ class MapperServer:
         return True
 
     def _answer_until_lost(self, connection: socket.socket) -> None:
-        try:
-            while True:
+        while True:
+            try:
                 message, number = receive_frame(connection)
-                self._dispatch(connection, message, number)
-        except (PeerLost, HandshakeMismatch, PeerRefused) as error:
-            if not self._stopping.is_set():
-                _log.info("the owner of %s went away: %s", self._path, error)
+            except (PeerLost, HandshakeMismatch, PeerRefused) as error:
+                if not self._stopping.is_set():
+                    _log.info("the owner of %s went away: %s", self._path, error)
+                return
+            self._dispatch(connection, message, number)
 
     def _dispatch(self, connection: socket.socket, message: Message, number: int) -> None:
         match message:
@@ -161,12 +162,16 @@ class MapperServer:
                 self._reply_later(connection, number, lambda: self._mapper.unmap(runs))
             case TrimRequest():
                 self._reply_later(connection, number, self._mapper.trim)
+            case LimitsRequest():
+                self._reply(connection, number, self._mapper.set_limits(message))
             case Report():
                 self._mapper.report(message)
+                self._send(connection, Outcome(Verdict.DONE), number)
             case StatusRequest():
                 self._send(connection, self._mapper.status(_STATUS_TIMEOUT_S), number)
             case _:
-                raise PeerRefused(f"an owner may not send {type(message).__name__}")
+                refusal = Outcome(Verdict.REFUSED, reason=f"an owner may not send {type(message).__name__}")
+                self._send(connection, refusal, number)
 
     def _reply_later(self, connection: socket.socket, number: int, call: Callable[[], Future[Outcome]]) -> None:
         """In the slow lane. A call that raises is answered too, or its owner would wait for ever."""

@@ -12,7 +12,7 @@ from kvcached.card.record import CardIdentity, EntrySpec, Kind
 from kvcached.core.geometry import BlockGeometry, choose_geometry
 from kvcached.errors import DeviceError, PoolExhausted, SettingError
 from kvcached.ranks.api import Verdict
-from kvcached.runtime.endpoint import endpoint_path, prepare_run_dir
+from kvcached.runtime.endpoint import endpoint_path, prepare_directory, prepare_run_dir
 from kvcached.runtime.facts import MapperFacts
 from kvcached.runtime.fence import FenceFactory, NothingInFlight
 from kvcached.runtime.mapper import Mapper
@@ -53,8 +53,9 @@ class OpenCard:
         backend, _, ordinal = name.partition(":")
         host = backend == "host"
         prepare_run_dir(settings.run_dir, settings.run_group)
-        for directory in (settings.run_dir / "ranks", *([settings.host_dir] if host else [])):
-            directory.mkdir(mode=0o700 if settings.run_group is None else 0o2770, parents=True, exist_ok=True)
+        if host:
+            settings.host_dir.parent.mkdir(parents=True, exist_ok=True)
+            prepare_directory(settings.host_dir, settings.run_group)
         device = open_device(
             backend,
             int(ordinal),

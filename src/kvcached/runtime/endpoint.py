@@ -37,21 +37,26 @@ def endpoint_path(run_dir: Path, instance: str) -> Path:
 
 
 def prepare_run_dir(run_dir: Path, group: int | None = None) -> None:
-    """Make the run directory and its `pools`, private to this user or shared with `group` (a gid).
+    """Make the run directory and what is in it, private to this user or shared with `group` (a gid).
 
-    Raises `SettingError` if either belongs to somebody else or everybody may write there.
+    Raises `SettingError` if one of them belongs to somebody else or everybody may write there.
     """
-    for directory in (run_dir, run_dir / "pools"):
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(directory, 0o700)
-            if group is not None:
-                os.chown(directory, -1, group)
-                os.chmod(directory, 0o2770)
-        found = os.stat(directory)
-        if not stat.S_ISDIR(found.st_mode) or found.st_mode & stat.S_IWOTH:
-            raise SettingError(f"{directory} is no private directory (mode {stat.filemode(found.st_mode)}); KVCACHED_RUN_DIR names another")
-        if found.st_uid not in (0, os.geteuid()) and found.st_gid != group:
-            raise SettingError(f"{directory} belongs to user {found.st_uid}; KVCACHED_RUN_DIR names another, KVCACHED_RUN_GROUP shares one")
+    for directory in (run_dir, run_dir / "pools", run_dir / "ranks", run_dir / "other"):
+        prepare_directory(directory, group)
+
+
+def prepare_directory(directory: Path, group: int | None = None) -> None:
+    """Make one directory, as `prepare_run_dir` does."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(directory, 0o700)
+        if group is not None:
+            os.chown(directory, -1, group)
+            os.chmod(directory, 0o2770)  # a umask must not take the group's right away
+    found = os.stat(directory)
+    if not stat.S_ISDIR(found.st_mode) or found.st_mode & stat.S_IWOTH:
+        raise SettingError(f"{directory} is no private directory (mode {stat.filemode(found.st_mode)}); KVCACHED_RUN_DIR names another")
+    if found.st_uid not in (0, os.geteuid()) and found.st_gid != group:
+        raise SettingError(f"{directory} belongs to user {found.st_uid}; KVCACHED_RUN_DIR names another, KVCACHED_RUN_GROUP shares one")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvcached.core.reserve import ReserveTarget
-from kvcached.errors import KVCachedError, StateUnknown
+from kvcached.errors import Misuse, PeerError, StateUnknown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,6 +60,7 @@ class Keeper:
         self._last_report_s = 0.0
         self._grow_backoff_until_s = 0.0
         self._handles_trimmed = False
+        self._last_trouble = ""
         self._thread: threading.Thread | None = None
         pool.on_low = self.wake
 
@@ -90,9 +91,9 @@ class Keeper:
             except StateUnknown as error:
                 _log.error("the keeper stops: %s", error)
                 return
-            except KVCachedError as error:
+            except BaseException as error:  # raised again: a pool whose keeper died must not look healthy
                 self._pool.fail(f"the keeper met {type(error).__name__}: {error}")
-                return
+                raise
 
     def tick(self) -> None:
         """One look: limit first, then reserve or surplus, then the report."""
@@ -102,9 +103,20 @@ class Keeper:
         self._keep_reserve(now)
         if now - self._last_report_s >= _REPORT_INTERVAL_S:
             self._last_report_s = now
+            self._show()
+
+    def _show(self) -> None:
+        """Be seen and be reachable. What goes wrong here says nothing about the memory, so it is tried again and told once."""
+        try:
             self._pool.report()
             if self._watch is not None:
                 self._watch()
+        except (PeerError, Misuse, OSError) as error:
+            if str(error) != self._last_trouble:
+                _log.warning("this pool cannot be seen or reached by others just now: %s", error)
+            self._last_trouble = str(error)
+        else:
+            self._last_trouble = ""
 
     def _observe(self, now: float, counts: PoolCounts) -> None:
         consumed = counts.used_pages - self._last_used_pages

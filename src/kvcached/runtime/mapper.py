@@ -8,8 +8,8 @@ import threading
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvcached.card.record import Usage
-from kvcached.errors import DeviceError, DeviceOutOfMemory, Misuse, PeerError, PoolExhausted, StateUnknown
-from kvcached.ranks.api import MapperStatus, Outcome, Report, Runs, Verdict, finished
+from kvcached.errors import DeviceError, DeviceOutOfMemory, Misuse, PeerError, PeerRefused, PoolExhausted, StateUnknown
+from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report, Runs, Verdict, finished
 from kvcached.runtime.fence import FenceFactory, NothingInFlight
 from kvcached.vmm.api import Run, ZeroBacking
 
@@ -102,14 +102,17 @@ class Mapper:
     def trim(self) -> Future[Outcome]:
         return finished(self._guard(self._trim))
 
+    def set_limits(self, limits: LimitsRequest) -> Future[Outcome]:
+        return finished(self._guard(lambda: self._set_limits(limits)))
+
     def report(self, report: Report) -> None:
         with self._lock:
-            before, self._report = self._report, report
-            if self._closed:
-                return
-            if before is None or _limits_of(before) != _limits_of(report):
-                self._entry.set_limits(*_limits_of(report))
-            self._publish()
+            self._report = report
+            if not self._closed:
+                self._publish()
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        """A mapper of this process is never lost to it."""
 
     def status(self, timeout_s: float) -> MapperStatus:
         stats = self._arena.stats()
@@ -150,6 +153,17 @@ class Mapper:
             _log.error("the device failed: %s", error)
             return Outcome(Verdict.BROKEN, reason=str(error))
 
+    def _set_limits(self, limits: LimitsRequest) -> Outcome:
+        with self._lock:
+            self._refuse_closed()
+            try:
+                self._entry.set_limits(limits.limit_bytes, limits.floor_bytes, limits.weight, limits.revision)
+            except PeerRefused as error:  # what the others hold or are promised stands against it
+                return Outcome(Verdict.REFUSED, reason=str(error))
+            except PeerError as error:
+                return Outcome(Verdict.BUSY, reason=str(error))
+        return Outcome(Verdict.DONE)
+
     def _held(self) -> int:
         """All bytes that the lease has to cover. The zero handle counts from the start, used or not."""
         stats = self._arena.stats()
@@ -164,8 +178,7 @@ class Mapper:
             except DeviceOutOfMemory as error:
                 raise PoolExhausted(error.size_bytes, 0, "bytes", f"the device is full although the lease was granted: {error}") from error
             finally:
-                self._lower_lease()
-                self._publish()
+                self._account()
         return Outcome(Verdict.DONE)
 
     def _raise_lease(self, new_bytes: int, urgent: bool) -> None:
@@ -183,10 +196,16 @@ class Mapper:
         """All of it ownable: a take of parked pages asks nobody, so what is mapped must never eat into the floors of others."""
         return self._entry.lease(size_bytes, owned=True, deadline_s=self._lease_deadline_s, want=urgent)
 
-    def _lower_lease(self) -> None:
-        surplus = self._entry.lease_bytes - self._held()
-        if surplus > 0:
-            self._entry.unlease(surplus)
+    def _account(self) -> None:
+        """Lower the lease to what is held, and publish. A record that cannot be reached changes nothing about the memory: the lease
+        stays too high until a heartbeat has found the record again."""
+        try:
+            surplus = self._entry.lease_bytes - self._held()
+            if surplus > 0:
+                self._entry.unlease(surplus)
+        except PeerError as error:
+            _log.warning("the lease could not be lowered: %s", error)
+        self._publish()
 
     def _unmap(self, runs: Sequence[Run]) -> Outcome:
         if not self._fence().wait(self._fence_timeout_s):
@@ -198,16 +217,14 @@ class Mapper:
             try:
                 self._arena.unmap(runs, keep=keep)
             finally:
-                self._lower_lease()
-                self._publish()
+                self._account()
             return Outcome(Verdict.DONE, size_bytes=before - self._held())
 
     def _trim(self) -> Outcome:
         with self._lock:
             self._refuse_closed()
             released = self._arena.trim()
-            self._lower_lease()
-            self._publish()
+            self._account()
         return Outcome(Verdict.DONE, size_bytes=released)
 
     def _refuse_closed(self) -> None:
@@ -215,20 +232,24 @@ class Mapper:
             raise Misuse("this mapper is closed")
 
     def _publish(self) -> None:
-        stats, report = self._arena.stats(), self._report
-        self._entry.publish(
-            Usage(
-                mapped_bytes=stats.mapped_bytes,
-                prepared_bytes=stats.prepared_bytes,
-                quarantined_bytes=stats.quarantined_bytes,
-                handles_bytes=stats.cached_bytes,
-                zero_bytes=stats.zero_bytes,
-                virtual_bytes=stats.reserved_bytes,
-                parked_bytes=report.parked_bytes if report else 0,
-                retired_bytes=report.retired_bytes if report else 0,
-                cached_bytes=report.cached_bytes if report else 0,
-                owned_bytes=report.owned_bytes if report else 0,
-            )
+        try:
+            self._entry.publish(self._usage())
+        except PeerError as error:
+            _log.warning("the card's record could not be written: %s", error)
+
+    def _usage(self) -> Usage:
+        stats, report = self._arena.stats(), self._report or Report()
+        return Usage(
+            mapped_bytes=stats.mapped_bytes,
+            prepared_bytes=stats.prepared_bytes,
+            quarantined_bytes=stats.quarantined_bytes,
+            handles_bytes=stats.cached_bytes,
+            zero_bytes=stats.zero_bytes,
+            virtual_bytes=stats.reserved_bytes,
+            parked_bytes=report.parked_bytes,
+            retired_bytes=report.retired_bytes,
+            cached_bytes=report.cached_bytes,
+            owned_bytes=report.owned_bytes,
         )
 
     def _beat(self) -> None:
@@ -238,9 +259,6 @@ class Mapper:
                     return
                 try:
                     self._entry.heartbeat()
+                    self._account()
                 except PeerError as error:  # the lease is kept; the next beat tries again
                     _log.warning("the card's record could not be reached: %s", error)
-
-
-def _limits_of(report: Report) -> tuple[int, int, float, int]:
-    return report.limit_bytes, report.floor_bytes, report.weight, report.revision

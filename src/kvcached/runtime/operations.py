@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from kvcached.core.limits import Limits
-from kvcached.errors import PeerTimeout
+from kvcached.errors import PeerRefused, PeerTimeout
 from kvcached.runtime.control import BytesAnswer, ChangeAnswer, Explanation, PoolStatus, WeightAnswer
 from kvcached.runtime.explain import explain_pool
 
@@ -102,7 +102,10 @@ class PoolOperations:
             most_bytes = min(pool.geometry.range_bytes, self._facts.budget_bytes)
             in_force_bytes = max(least_bytes, min(asked_bytes, most_bytes))
             changed = {field: in_force_bytes, "revision": limits.revision + 1 if revision is None else revision}
-            pool.set_limits(replace(limits, **changed))
+            try:
+                pool.set_limits(replace(limits, **changed))
+            except PeerRefused as error:
+                return self._answer("rejected", asked_bytes, getattr(limits, field), str(error))
         self._keeper.enforce_limit()
         self._pool.report()
         if in_force_bytes != asked_bytes:

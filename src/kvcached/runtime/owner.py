@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcached.core.limits import Limits
+from kvcached.errors import PeerRefused
 from kvcached.runtime.cards import floor_bytes, limit_bytes
 from kvcached.runtime.control import ControlServer
 from kvcached.runtime.endpoint import endpoint_path, prepare_run_dir
@@ -47,6 +49,7 @@ class Owner:
         longest_bytes = ceil_div(longest_request_blocks, geometry.max_blocks_per_page) * step_bytes
         floor = floor_bytes(settings, facts.budget_bytes, longest_bytes)
         self._settings = settings
+        self._peers = Peers(settings.run_dir, facts.card_uuid, instance)
         self.facts = facts
         self.instance = instance
         self.pool = Pool(
@@ -58,7 +61,7 @@ class Owner:
                 max_cached_blocks=-1 if settings.max_cached_tokens < 0 else settings.max_cached_tokens // block_tokens,
             ),
             adopted_pages=facts.adopted_pages,
-            press=Peers(settings.run_dir, facts.card_uuid, instance).press,
+            press=self._peers.press,
         )
         reserve = settings.prealloc_enabled
         self.control: ControlServer | None = None
@@ -77,12 +80,31 @@ class Owner:
     def start(self) -> None:
         """Answer control calls and keep the reserve. Raises `SettingError` when a live process has the same instance name."""
         assert self.control is not None
+        self._enter_limits()
+        self._look_at_card()
         self.control.start()
         self.keeper.start()
         self.pool.report()
 
+    def _enter_limits(self) -> None:
+        """A floor that was asked for must fit beside the others'; the default one may be given up."""
+        limits = self.pool.limits
+        try:
+            self.pool.set_limits(limits)
+        except PeerRefused as error:
+            if self._settings.floor is not None:
+                raise
+            _log.warning("%s starts without a floor: %s", self.instance, error)
+            self.pool.set_limits(replace(limits, floor_bytes=0))
+
+    def _look_at_card(self) -> None:
+        ceiling_bytes = self._peers.ceiling_bytes()
+        if ceiling_bytes is not None:
+            self.pool.ceiling_bytes = ceiling_bytes
+
     def _keep_reachable(self) -> None:
         """The run directory may be deleted under a live engine."""
+        self._look_at_card()
         if self.control is not None:
             prepare_run_dir(self._settings.run_dir, self._settings.run_group)
             self.control.ensure_bound()

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections import deque
+import weakref
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ from kvcached.errors import Misuse, StateUnknown
 from kvcached.ranks.api import Outcome, Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvcached.core.ledger import Ledger
     from kvcached.ranks.api import MapperPort
 
@@ -32,20 +35,31 @@ class PageWork:
         self._lock = lock
         self._large_run_pages = large_run_pages
         self._stranded_fraction = stranded_fraction
-        self._answers: deque[tuple[GrowPlan | ShrinkPlan, Future[Outcome]]] = deque()
+        self._under_way: list[tuple[GrowPlan | ShrinkPlan, Future[Outcome]]] = []
         self._answered = threading.Event()
         self._closed = False
+        self._forked = False
         self.failed: StateUnknown | None = None
+        port.when_lost(self.fail)
+        reference = weakref.ref(self)
+
+        def orphan() -> None:
+            if (work := reference()) is not None:
+                work._forked = True
+
+        os.register_at_fork(after_in_child=orphan)
 
     def map(self, pages: int, *, urgent: bool, deadline: float) -> Outcome | None:
         """Map up to `pages` more pages, as the limit allows. The outcome; None when the limit allows none or no answer came in time."""
         with self._lock:
             self.refuse()
-            self._settle_and_make_room(pages, deadline)
+            self.settle()
+            if urgent:
+                self._make_room(pages, deadline)
             plan = self._ledger.plan_grow(pages, max_run_pages=self._run_pages(pages))
         if not plan.runs:
             return None
-        return self._wait(self._perform(plan, self._port.map(plan.runs, urgent=urgent)), deadline)
+        return self._wait(self._perform(plan, lambda: self._port.map(plan.runs, urgent=urgent)), deadline)
 
     def unmap(self, pages: int, *, keep_parked: int, deadline: float) -> Outcome | None:
         """Unmap up to `pages` parked pages in whole runs, leaving `keep_parked`. None when there are none or no answer came in time."""
@@ -55,7 +69,7 @@ class PageWork:
             plan = self._ledger.plan_shrink(pages, keep_parked=keep_parked)
         if not plan.runs:
             return None
-        return self._wait(self._perform(plan, self._port.unmap(plan.runs)), deadline)
+        return self._wait(self._perform(plan, lambda: self._port.unmap(plan.runs)), deadline)
 
     def await_unmaps(self, deadline: float) -> bool:
         """Whether pages that were on their way out are gone now: what they held can be had again."""
@@ -65,17 +79,15 @@ class PageWork:
                 pass
             return self._ledger.counts().unmapping_pages < before
 
-    def _settle_and_make_room(self, pages: int, deadline: float) -> None:
+    def _make_room(self, pages: int, deadline: float) -> None:
         """Pages on their way out count against the limit until they are gone: wait for them where they stand in the way."""
-        self.settle()
         counts = self._ledger.counts()
         if counts.limit_pages - counts.held_pages < pages and counts.unmapping_pages:
             self.await_unmaps(deadline)
 
     def _await_answer(self, deadline: float) -> bool:
         self._answered.clear()
-        if self._answers:
-            self.settle()
+        if self.settle():
             return True
         if not self._answered.wait(max(0.0, deadline - time.monotonic())):
             return False
@@ -87,12 +99,16 @@ class PageWork:
         large, stranded = self._large_run_pages, self._ledger.stranded_pages()
         return large if pages >= large and stranded <= self._ledger.held_pages * self._stranded_fraction else 1
 
-    def _perform(self, plan: GrowPlan | ShrinkPlan, future: Future[Outcome]) -> Future[Outcome]:
-        def arrived(done: Future[Outcome]) -> None:
-            self._answers.append((plan, done))
-            self._answered.set()
-
-        future.add_done_callback(arrived)
+    def _perform(self, plan: GrowPlan | ShrinkPlan, call: Callable[[], Future[Outcome]]) -> Future[Outcome]:
+        try:
+            future = call()
+        except BaseException as error:  # raised again: whatever it is, it is not known what the call did
+            with self._lock:
+                self._settle(plan, Outcome(Verdict.BROKEN, reason=f"{type(error).__name__}: {error}"))
+            raise
+        with self._lock:
+            self._under_way.append((plan, future))
+        future.add_done_callback(lambda _: self._answered.set())
         return future
 
     def _wait(self, future: Future[Outcome], deadline: float) -> Outcome | None:
@@ -103,13 +119,16 @@ class PageWork:
             self.refuse()
         return future.result() if future.done() else None
 
-    def settle(self) -> None:
-        """Write every answer that has come into the ledger."""
+    def settle(self) -> bool:
+        """Write every answer that has come into the ledger. Whether there was one."""
         with self._lock:
-            while self._answers:
-                plan, future = self._answers.popleft()
+            done = [(plan, future) for plan, future in self._under_way if future.done()]
+            for pair in done:
+                self._under_way.remove(pair)
+                plan, future = pair
                 error = future.exception()
                 self._settle(plan, Outcome(Verdict.BROKEN, reason=str(error)) if error else future.result())
+        return bool(done)
 
     def _settle(self, plan: GrowPlan | ShrinkPlan, outcome: Outcome) -> None:
         done = outcome.verdict is Verdict.DONE
@@ -127,10 +146,12 @@ class PageWork:
 
     @property
     def refusing(self) -> bool:
-        return self._closed or self.failed is not None
+        return self._closed or self._forked or self.failed is not None
 
     def refuse(self) -> None:
-        """Raises `StateUnknown` after a failure, `Misuse` after `close`."""
+        """Raises `StateUnknown` after a failure, `Misuse` after `close` and in a forked child."""
+        if self._forked:
+            raise Misuse("this process was forked from the one that owns this pool; open a pool of its own")
         if self.failed is not None:
             raise self.failed
         if self._closed:

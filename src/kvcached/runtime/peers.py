@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvcached.card.budget import ceiling_bytes
 from kvcached.card.card import Card
 from kvcached.card.pressure import demands
 from kvcached.card.record import Kind, Record
@@ -41,16 +42,37 @@ class Peers:
             given_bytes += self._ask(entry, wanted_bytes - given_bytes, max(_LEAST_TIMEOUT_S, left_s))
         return given_bytes
 
+    def ceiling_bytes(self) -> int | None:
+        """The most that this pool can ever hold while the others stay; None when the record cannot be read just now."""
+        snapshot = self._snapshot()
+        if snapshot is None:
+            return None
+        records, mine = self._records(snapshot)
+        if mine < 0:
+            return None
+        records[mine] = records[mine]._replace(limit_bytes=snapshot.budget_bytes)  # the own limit is known first-hand
+        return ceiling_bytes(records, mine, snapshot.budget_bytes, owned=True)
+
+    def _records(self, snapshot: CardSnapshot) -> tuple[list[Record], int]:
+        """All live records by slot, and the slot of this pool, -1 when it is not there."""
+        by_slot = {entry.slot: entry for entry in snapshot.live}
+        records = [by_slot[slot].record if slot in by_slot else Record() for slot in range(max(by_slot, default=-1) + 1)]
+        mine = (slot for slot, entry in by_slot.items() if entry.instance == self._instance and entry.kind is Kind.KV)
+        return records, next(mine, -1)
+
     def _givers(self, wanted_bytes: int) -> list[EntryView]:
         """Those that the record says can give, cheapest first, then the rest: what they published may be a moment old."""
         snapshot = self._snapshot()
         if snapshot is None:
             return []
-        by_slot = {entry.slot: entry for entry in snapshot.live if entry.kind is Kind.KV}
-        records = [by_slot[slot].record if slot in by_slot else Record() for slot in range(max(by_slot, default=-1) + 1)]
-        mine = next((slot for slot, entry in by_slot.items() if entry.instance == self._instance), -1)
+        by_slot = {entry.slot: entry for entry in snapshot.live}
+        records, mine = self._records(snapshot)
         by_cost = [demand.slot for demand in demands(records, mine, wanted_bytes, snapshot.budget_bytes)]
-        above_floor = [slot for slot, record in enumerate(records) if slot != mine and record.lease_bytes > record.floor_bytes]
+        above_floor = [
+            slot
+            for slot, record in enumerate(records)
+            if slot != mine and record.kind == Kind.KV and record.lease_bytes > record.floor_bytes
+        ]
         return [by_slot[slot] for slot in dict.fromkeys([*by_cost, *above_floor])]
 
     def _snapshot(self) -> CardSnapshot | None:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Final
 
 from kvcached.core.ledger import Ledger
 from kvcached.core.pages import NO_MARKER
-from kvcached.errors import InvariantBroken, KVCachedError, Misuse, PoolExhausted, StateUnknown
-from kvcached.ranks.api import MapperPort, MapperStatus, Report, Verdict
+from kvcached.errors import InvariantBroken, KVCachedError, Misuse, PeerRefused, PeerTimeout, PoolExhausted, StateUnknown
+from kvcached.ranks.api import LimitsRequest, MapperPort, MapperStatus, Report, Verdict
 from kvcached.runtime.pagework import PageWork
 from kvcached.units import ceil_div
 
@@ -55,8 +55,8 @@ class Pool:
 
     `lock` is re-entrant: an engine's adapter holds it through each scheduler entry point, so that the keeper and the control
     endpoint act between two of them. `on_evict` is called with the lock held, with ids of cached blocks that the pool has chosen to
-    drop; the engine must forget their contents. `press` asks other pools of the card to give memory back (bytes wanted, deadline)
-    and returns the bytes given.
+    drop; the engine must forget their contents. `ceiling_bytes` is the most that the card can ever grant, as last seen. `press` asks
+    other pools of the card to give memory back (bytes wanted, deadline) and returns the bytes given.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Pool:
         self.on_evict: Callable[[Sequence[int]], None] | None = None
         self.on_low: Callable[[], None] | None = None
         self.low_mark_pages = 0
+        self.ceiling_bytes = geometry.range_bytes
         self.misses = 0
         self.standing_blocks = 0
         self._port = port
@@ -111,8 +112,8 @@ class Pool:
             return counts.free_blocks + counts.cached_blocks + max(0, growable) * self.geometry.max_blocks_per_page
 
     def max_blocks(self) -> int:
-        """Blocks that the limit and the range can ever hold at the same time."""
-        pages = min(self.geometry.pages, self._pages_within(self.limits.limit_bytes))
+        """Blocks that the pool can ever hold at the same time: by its limit, its range, and what others on the card never give up."""
+        pages = min(self.geometry.pages, self._pages_within(min(self.limits.limit_bytes, self.ceiling_bytes)))
         return min(self.geometry.usable_blocks, pages * self.geometry.max_blocks_per_page)
 
     def take(self, blocks: int) -> Ranges:
@@ -268,15 +269,28 @@ class Pool:
     def _pages_within(self, limit_bytes: int) -> int:
         return limit_bytes // self._step_bytes
 
-    def set_limits(self, limits: Limits) -> None:
-        """Replace limit, floor and weight. Nothing owned is taken; the keeper brings the pool below a lower limit."""
+    def set_limits(self, limits: Limits, deadline_s: float = 1.0) -> None:
+        """Replace limit, floor and weight, in the card's record and here. Nothing owned is taken; the keeper brings the pool below a
+        lower limit. Raises `PeerRefused` when the card does not allow them, `PeerTimeout`; then nothing has changed.
+        """
+        self._work.refuse()
+        floor_bytes = min(limits.floor_bytes, limits.limit_bytes)  # a pool cannot claim what it may not hold
+        future = self._port.set_limits(LimitsRequest(limits.limit_bytes, floor_bytes, limits.weight, limits.revision))
+        wait_for([future], deadline_s)
+        if not future.done():
+            raise PeerTimeout(f"the mapper did not enter the limits within {deadline_s:g} s")
+        outcome = future.result()
+        if outcome.verdict is Verdict.BUSY:
+            raise PeerTimeout(outcome.reason)
+        if outcome.verdict is not Verdict.DONE:
+            raise PeerRefused(outcome.reason)
         with self.lock:
-            self._work.refuse()
             self._ledger.set_limit(self._pages_within(limits.limit_bytes), limits.revision)
             self.limits = limits
 
     def overage_pages(self) -> int:
         with self.lock:
+            self._work.settle()
             return self._ledger.overage_pages()
 
     def counts(self) -> PoolCounts:
@@ -294,15 +308,11 @@ class Pool:
         return self._ledger
 
     def report(self) -> None:
-        """Publish limits and use in the card's record, through the mapper."""
+        """Publish in the card's record, through the mapper, where the bytes are."""
         counts, step = self.counts(), self._step_bytes
         block_bytes = self.geometry.planes * self.geometry.block_stride_bytes
         self._port.report(
             Report(
-                limit_bytes=self.limits.limit_bytes,
-                floor_bytes=min(self.limits.floor_bytes, self.limits.limit_bytes),  # a pool cannot claim what it may not hold
-                weight=self.limits.weight,
-                revision=self.limits.revision,
                 parked_bytes=counts.parked_pages * step,
                 retired_bytes=counts.retired_pages * step,
                 cached_bytes=counts.cached_blocks * block_bytes,

@@ -34,24 +34,26 @@ class ElasticKVCacheManager(KVCacheManager):
 
     def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         slots = super().allocate_slots(request, num_new_tokens, *args, **kwargs)
-        if slots is None and self._grow_for(request, num_new_tokens, kwargs):
+        while slots is None and self._grow_for(request, num_new_tokens, kwargs):
             slots = super().allocate_slots(request, num_new_tokens, *args, **kwargs)
         return slots
 
     def _grow_for(self, request: Any, num_new_tokens: int, options: dict[str, Any]) -> bool:
-        """Whether the pool has more now. vLLM's own count of what it lacked is not told; ours is that, or a little more."""
-        total, held = self._blocks_of(request, self._tokens_of(request, num_new_tokens, options))
-        most = self.kvcached_pool.max_blocks() - 1  # the null block
+        """Whether the pool has more now. What vLLM lacked it does not tell, so this is an estimate, and at least one block: the caller
+        asks again as long as something was gained.
+        """
+        tokens = self._tokens_of(request, num_new_tokens, options)
+        total, most = self._blocks_of(tokens), self.kvcached_pool.max_blocks() - 1  # the null block
         if total > most:
             self.kvcached_hopeless[request.request_id] = (
                 f"the request needs {total} KV cache blocks and the pool can hold {most} at most; "
                 "raise its limit (kvctl limit, KVCACHED_LIMIT) or send a shorter request"
             )
             return False
+        if time.monotonic() < self.kvcached_refused_until_s:
+            return False
         reserved = int(options.get("reserved_blocks", 0)) + int(self.watermark_blocks)
-        missing: int = total - held + reserved - self.block_pool.get_num_free_blocks()
-        if missing <= 0 or time.monotonic() < self.kvcached_refused_until_s:
-            return missing <= 0
+        missing = max(1, self._missing_blocks(request, tokens) + reserved - self.block_pool.get_num_free_blocks())
         gained = self.kvcached_pool.grow(missing)
         if gained < missing:
             self.kvcached_refused_until_s = time.monotonic() + _BACKOFF_S
@@ -62,7 +64,7 @@ class ElasticKVCacheManager(KVCacheManager):
         fits, fails = 0, self.max_model_len + 1
         while fails - fits > 1:
             tokens = (fits + fails) // 2
-            total, _ = self._blocks_of(None, tokens)
+            total = self._blocks_of(tokens)
             fits, fails = (tokens, fails) if total < self.kvcached_pool.max_blocks() else (fits, tokens)
         return fits
 
@@ -73,12 +75,18 @@ class ElasticKVCacheManager(KVCacheManager):
             tokens = max(tokens, request.num_tokens)
         return int(min(tokens, self.max_model_len))
 
-    def _blocks_of(self, request: Any | None, tokens: int) -> tuple[int, int]:
-        """(blocks that so many tokens take at most, blocks that the request holds), over all groups."""
-        total = held = 0
+    def _blocks_of(self, tokens: int) -> int:
+        """Blocks that a request of so many tokens holds at most at one time, over all groups: a window gives back what slid out of it."""
+        total = 0
         for manager in self.coordinator.single_type_managers:
             blocks = ceil_div(tokens, manager.block_size)
             cap = getattr(manager, "max_admission_blocks_per_request", None) or getattr(manager, "_max_admission_blocks_per_request", None)
             total += blocks if cap is None else min(blocks, cap)
-            held += len(manager.req_to_blocks.get(request.request_id, ()) if request else ())
-        return total, held
+        return total
+
+    def _missing_blocks(self, request: Any, tokens: int) -> int:
+        """New blocks that vLLM asks for; its list of a request's blocks keeps a place for those that slid out of a window."""
+        return sum(
+            max(0, ceil_div(tokens, manager.block_size) - len(manager.req_to_blocks.get(request.request_id, ())))
+            for manager in self.coordinator.single_type_managers
+        )

@@ -50,8 +50,10 @@ class OtherMemory:
             self._resize(self._entry, measured_bytes - self._entry.lease_bytes)
         _log.info("weights and activations: %s (expected %s)", format_size(measured_bytes), format_size(self._bytes))
         self._bytes = measured_bytes
-        self._memo.parent.mkdir(mode=0o700, exist_ok=True)
-        self._memo.write_text(str(measured_bytes))
+        try:
+            self._memo.write_text(str(measured_bytes))
+        except OSError as error:
+            _log.warning("%s could not be written, so the next start of this model leases late: %s", self._memo, error)
 
     def _resize(self, entry: Entry, missing_bytes: int) -> None:
         """A refusal changes nothing that counts: the memory is there, so the device's free memory bounds every later grant."""
