@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -395,9 +396,7 @@ class TestLife:
         path = endpoint_path(run_dir, "a")
         with ControlServer(path, SmallPool("a")) as server:
             assert server.ensure_bound() is False
-            path.unlink()
-            path.parent.rmdir()
-            run_dir.rmdir()
+            shutil.rmtree(run_dir)
             assert server.ensure_bound() is True
             assert ControlClient(path, 10).ping().instance == "a"
             assert server.ensure_bound() is False
