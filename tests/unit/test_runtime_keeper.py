@@ -7,6 +7,7 @@ from kvcached.core.geometry import BlockGeometry
 from kvcached.core.limits import Limits
 from kvcached.errors import PeerTimeout, SettingError, StateUnknown
 from kvcached.ranks.api import Outcome, Verdict, finished
+from kvcached.runtime import keeper as keeper_module
 from kvcached.runtime.keeper import Keeper, KeeperOptions
 from kvcached.runtime.pool import Pool, PoolOptions
 from kvcached.units import MIB
@@ -130,6 +131,18 @@ def test_pages_that_retire_late_leave_no_handles_behind():
     world.pool.advance(5)
     world.ticks(2)
     assert (world.port.mapped, world.port.trims) == (0, 2)
+
+
+def test_a_limit_is_not_enforced_by_two_and_nobody_waits_for_ever(monkeypatch):
+    monkeypatch.setattr(keeper_module, "_ENFORCE_TIMEOUT_S", 0.01)
+    world = World(min_reserved_pages=0, max_reserved_pages=64)
+    world.pool.grow(64)
+    world.pool.set_limits(Limits(4 * PAGE, revision=1))
+    with world.keeper._enforcing:
+        world.keeper.enforce_limit()
+        assert world.port.mapped == 16
+    world.keeper.enforce_limit()
+    assert world.port.mapped == 4
 
 
 def test_a_low_reserve_wakes_the_keeper():

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcached.keeper")
 _REPORT_INTERVAL_S: Final = 0.2
+_ENFORCE_TIMEOUT_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +134,25 @@ class Keeper:
         """Give back what is beyond the limit: parked pages first, then cached blocks; owned blocks stay until the engine gives them.
 
         One at a time: pages that one caller is unmapping still count as held, and a second one would evict cached blocks for them.
+        Whoever cannot have its turn within a second leaves it to the next tick: a caller may hold the pool's lock, which the other needs.
         """
-        with self._enforcing:
-            over = self._pool.overage_pages()
-            if over <= 0:
-                return
+        if not self._enforcing.acquire(timeout=_ENFORCE_TIMEOUT_S):
+            return
+        try:
+            self._enforce_limit()
+        finally:
+            self._enforcing.release()
+
+    def _enforce_limit(self) -> None:
+        over = self._pool.overage_pages()
+        if over <= 0:
+            return
+        self._pool.shrink(over)
+        over = self._pool.overage_pages()
+        if over > 0:
+            self._pool.free_pages(over)
             self._pool.shrink(over)
-            over = self._pool.overage_pages()
-            if over > 0:
-                self._pool.free_pages(over)
-                self._pool.shrink(over)
-            self._pool.trim_handles()
+        self._pool.trim_handles()
 
     def _keep_reserve(self, now: float) -> None:
         idle = now - self._last_busy_s > self._options.idle_trim_s
