@@ -7,6 +7,7 @@ python -m harness.pool_model SEED STEPS; prints how often each operation was don
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import random
 import sys
@@ -49,11 +50,11 @@ class Model:
         )
         for number in range(steps):
             self.steps.begin()
-            with self.pool.lock:
-                operation = self.random.choice(operations)
+            operation = self.random.choice(operations)
+            with self.pool.lock if operation not in (self.limit, self.shrink) else contextlib.nullcontext():
                 operation()
-                self.done[operation.__name__] += 1
-                self.pool.advance(self.steps.scheduled - self.random.randrange(3))
+            self.done[operation.__name__] += 1
+            self.pool.advance(self.steps.scheduled - self.random.randrange(3))
             if number % LOOK_EVERY == 0:
                 self.look()
 

@@ -36,6 +36,7 @@ class Seam:
 
 _POOL: Final = "vllm.v1.core.block_pool:BlockPool"
 _MANAGER: Final = "vllm.v1.core.kv_cache_manager:KVCacheManager"
+_GROUP: Final = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
 _SCHEDULER: Final = "vllm.v1.core.sched.scheduler:Scheduler"
 _WORKER: Final = "vllm.v1.worker.gpu_worker:Worker"
 _PLATFORM: Final = "vllm.platforms.interface:Platform"
@@ -104,6 +105,8 @@ SEAMS: Final[tuple[Seam, ...]] = (
         "a miss grows the pool and asks again",
         ("request", "num_new_tokens", "full_sequence_must_fit"),
     ),
+    Seam(f"{_GROUP}.req_to_blocks", Kind.FIELD, "blocks that a request holds"),
+    Seam(f"{_GROUP}.block_size", Kind.FIELD, "tokens of a block in a group"),
     Seam(f"{_MANAGER}.watermark_blocks", Kind.FIELD, "a share of what the pool may hold, not of its address range"),
     Seam(f"{_POOL}.get_new_blocks", Kind.METHOD, "the pool chooses the ids", ("num_blocks",)),
     Seam(f"{_POOL}.free_blocks", Kind.METHOD, "reports what became free or cached", ("ordered_blocks",)),
