@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("version", versions())
 def test_random_use_keeps_both_views_of_every_block_together(version: str, seed: int, tmp_path: Path) -> None:
-    command = [str(PYTHON), "-m", "harness.pool_model", str(seed), "6000"]
+    command = [str(PYTHON), "-m", "harness.pool_model", str(seed), "2500"]
     done = subprocess.run(command, env=environment(version), cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     counts = json.loads(done.stdout.splitlines()[-1])
-    assert all(counts[name] > 50 for name in ("take", "finish", "hit", "finish_twice", "evict", "limit", "shrink", "reset", "missed"))
-    assert counts["hits"] > 500
-    assert counts["emptied"] > 5
+    assert all(counts[name] > 20 for name in ("take", "finish", "hit", "finish_twice", "evict", "limit", "shrink", "reset", "missed"))
+    assert counts["hits"] > 200
+    assert counts["emptied"] > 2

@@ -122,6 +122,38 @@ def test_kill_9_while_it_works_frees_all_that_was_leased(version: str, tmp_path:
     assert leased_bytes(server.run_dir) == 0
 
 
+FORGOTTEN = """
+import gc, time
+from vllm import LLM, SamplingParams
+from kvcached.card.card import Card
+from kvcached.config import load_settings
+def leased():
+    return sum(card.leased_bytes for card in Card.list_cards(load_settings().run_dir))
+llm = LLM(model={model!r}, enforce_eager=True, max_model_len=256, dtype='float32', block_size=32)
+llm.generate(["Hello!"], SamplingParams(max_tokens=4), use_tqdm=False)
+before = leased()
+del llm
+deadline = time.monotonic() + 20
+while leased() and time.monotonic() < deadline:
+    gc.collect()
+    time.sleep(0.1)
+print("leases", before, leased())
+"""
+
+
+@pytest.mark.parametrize("version", NEWEST)
+def test_an_engine_that_its_program_drops_leaves_nothing_behind(version: str, tmp_path: Path) -> None:
+    ensure_model("llama", MODELS / "llama")
+    variables = {"ENABLE_KVCACHED": "true", "KVCACHED_RUN_DIR": str(tmp_path / "run"), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    program = FORGOTTEN.format(model=str(MODELS / "llama"))
+    done = subprocess.run(
+        [str(PYTHON), "-c", program], env=environment(version, **variables), cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    word, before, after = done.stdout.splitlines()[-1].split() if done.stdout else ("", "0", done.stderr[-3000:])
+    assert (word, after) == ("leases", "0"), done.stderr[-3000:]
+    assert int(before) > 0
+
+
 START = """import vllm
 {change}
 from vllm import LLM

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcached.config import configure_logging, load_settings
 from kvcached.engines.vllm.chain import class_over
+from kvcached.engines.vllm.forgotten import close_when_forgotten
 from kvcached.engines.vllm.scheduler_memory import SchedulerMemory
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class ElasticScheduler(_Scheduler):
         settings = load_settings()
         configure_logging(settings)
         self.kvcached = SchedulerMemory(settings, self)
+        close_when_forgotten(self, self.kvcached.close)
         _log.info("elastic: %s", self.kvcached.describe())
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:

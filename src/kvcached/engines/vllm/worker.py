@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcached.config import configure_logging, load_settings
 from kvcached.engines.vllm.chain import class_over, is_ours
+from kvcached.engines.vllm.forgotten import close_when_forgotten
 from kvcached.engines.vllm.steps import Steps
 from kvcached.engines.vllm.support import require_specs
 from kvcached.engines.vllm.worker_memory import WorkerMemory
@@ -45,6 +46,7 @@ class ElasticWorker(_Worker):
         finally:
             cache.gpu_memory_utilization = asked
         self.kvcached_memory = WorkerMemory(self.kvcached_settings, self.vllm_config, self.device)
+        close_when_forgotten(self, self.kvcached_memory.close)
 
     def determine_available_memory(self) -> int:
         super().determine_available_memory()  # warms up and profiles; its answer is the size that the platform set
