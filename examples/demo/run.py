@@ -21,7 +21,7 @@ from examples.demo.load import Load, LoadPlan, Questioner
 from examples.demo.picture import draw
 from examples.demo.plan import KvShape, Sizes
 from examples.demo.prompts import FACTS, STORIES
-from examples.demo.series import FELL_BACK_FRACTION, Answer, Story, mib, verdict
+from examples.demo.series import Answer, Story, mib, verdict
 from examples.demo.show import PlainScreen, open_screen
 from examples.demo.stage import BLOCK_TOKENS, NAMES, kvctl_hint, public_command, start_engines
 from examples.demo.watch import read_sample
@@ -107,6 +107,7 @@ class Demo:
     def _ask_all(self, engines: Sequence[Engine]) -> None:
         self._screen.say(LEGEND)
         self._start_s = time.monotonic()
+        self._tick()
         questioners = [Questioner(engine.server, prompts) for engine, prompts in zip(engines, (FACTS, STORIES), strict=True)]
         plan = LoadPlan(self._options.rounds * len(engines), self._options.requests, self._options.seconds)
         Load(questioners, plan, self._story, ask, self._tick, self._screen.answer).run()
@@ -120,16 +121,12 @@ class Demo:
     def _wait_until_idle(self) -> None:
         """The idle engines give their memory back by themselves; a few seconds more show that it stays so."""
         end_s = time.monotonic() + FALL_BACK_TIMEOUT_S
-        while time.monotonic() < end_s and not self._fell_back():
+        while time.monotonic() < end_s and not all(self._story.fell_back(name) for name in NAMES):
             time.sleep(0.2)
             self._tick()
         for _ in range(15):
             time.sleep(0.2)
             self._tick()
-
-    def _fell_back(self) -> bool:
-        latest = self._story.latest()
-        return all(latest.of(name).lease_bytes <= FELL_BACK_FRACTION * self._story.peak_lease_bytes(name) for name in NAMES)
 
     def _conclude(self) -> bool:
         self._screen.stage("5/5  what was seen")

@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 FELL_BACK_FRACTION = 1 / 3
-"""At the end an engine may still hold this part of its own peak: the page of its null block and that of the capped prefix cache."""
+"""At the end an engine may still hold this part of its own peak, or what it held idle at the start and as much again: pages of the
+null block and of the capped prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,14 @@ class Story:
     def peak_lease_bytes(self, name: str) -> int:
         return max((sample.of(name).lease_bytes for sample in self.samples), default=0)
 
+    def may_keep_bytes(self, name: str) -> int:
+        idle_bytes = self.samples[0].of(name).lease_bytes if self.samples else 0
+        return max(int(FELL_BACK_FRACTION * self.peak_lease_bytes(name)), 2 * idle_bytes)
+
+    def fell_back(self, name: str) -> bool:
+        peak_bytes, end_bytes = self.peak_lease_bytes(name), self.latest().of(name).lease_bytes
+        return end_bytes < peak_bytes and end_bytes <= self.may_keep_bytes(name)
+
     def static_bytes(self, name: str) -> int:
         """What a static engine needs for the same requests: the most that this engine's running requests owned at one moment."""
         return max((sample.of(name).owned_bytes for sample in self.samples), default=0)
@@ -97,7 +106,7 @@ class Check:
 
 
 def verdict(story: Story, least_samples: int = 20) -> list[Check]:
-    """What the run had to show, and whether it did. The last sample must be of the idle engines."""
+    """What the run had to show, and whether it did. The first and the last sample must be of idle engines."""
     return [
         _all_answered(story),
         _within_budget(story, least_samples),
@@ -126,8 +135,8 @@ def _would_not_fit(story: Story) -> Check:
 
 
 def _fell_back(story: Story, name: str) -> Check:
-    peak, end = story.peak_lease_bytes(name), story.latest().of(name).lease_bytes
-    return Check(f"memory of {name} fell back", 0 < peak and end <= FELL_BACK_FRACTION * peak, f"from {mib(peak)} to {mib(end)}")
+    peak, end = mib(story.peak_lease_bytes(name)), mib(story.latest().of(name).lease_bytes)
+    return Check(f"memory of {name} fell back", story.fell_back(name), f"from {peak} to {end}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ CACHED_TOKENS = 32
 
 def engine_environment(name: str, engine_folder: Path, run_dir: Path, sizes: Sizes) -> dict[str, str]:
     """What makes `vllm serve` elastic, and what keeps two of them and this program polite on two cores."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("KVCACHED_", "VLLM_"))}
+    unwanted = ("KVCACHED_", "VLLM_", "PYTHONDONTWRITEBYTECODE")  # without compiled files every start takes twice as long
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
     return {
         **inherited,
         "PYTHONPATH": str(engine_folder),

@@ -70,6 +70,22 @@ def test_memory_that_stays_fails_for_that_engine_only() -> None:
     assert failures(story) == ["memory of facts fell back"]
 
 
+def test_a_small_engine_may_keep_its_idle_pages_twice() -> None:
+    story = good_story()
+    story.samples[0] = Sample(0.0, {"facts": memory(20), "stories": memory(10)})
+    story.samples.append(Sample(4.0, {"facts": memory(40), "stories": memory(10)}))
+    assert failures(story) == []
+    story.samples.append(Sample(5.0, {"facts": memory(41), "stories": memory(10)}))
+    assert failures(story) == ["memory of facts fell back"]
+
+
+def test_an_engine_that_stays_at_its_peak_fails_however_small_it_is() -> None:
+    story = good_story()
+    story.samples[0] = Sample(0.0, {"facts": memory(60)})
+    story.samples.append(Sample(4.0, {"facts": memory(100), "stories": memory(10)}))
+    assert failures(story) == ["memory of facts fell back"]
+
+
 def test_an_engine_that_never_leased_anything_fails() -> None:
     story = good_story()
     story.samples = [Sample(sample.at_s, {"facts": sample.of("facts")}) for sample in story.samples]
