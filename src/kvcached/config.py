@@ -243,6 +243,21 @@ def load_settings(environ: Mapping[str, str] | None = None, toml_path: Path | No
     return settings
 
 
+def elastic_is_asked_for(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether an engine in this process is to be made elastic.
+
+    A bad value of some setting is no reason to stop an engine that was not asked to be elastic; else it is a `SettingError`.
+    """
+    environ = os.environ if environ is None else environ
+    try:
+        settings = load_settings(environ)
+    except SettingError:
+        if environ.get("ENABLE_KVCACHED", "").strip().lower() in ("", "0", "false", "no", "off", "auto"):
+            return False
+        raise
+    return settings.enabled and settings.autopatch
+
+
 def override(settings: Settings, changes: Mapping[str, object]) -> Settings:
     """`settings` with some fields replaced by a program, checked anew. Raises `SettingError`."""
     unknown = [name for name in changes if name not in Settings.model_fields]

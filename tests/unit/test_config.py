@@ -22,6 +22,7 @@ from kvcached.config import (
     check_public_package,
     configure_logging,
     describe_settings,
+    elastic_is_asked_for,
     load_settings,
     loads_plugin,
     override,
@@ -380,3 +381,12 @@ def test_nothing_else_reads_the_environment() -> None:
     reading = re.compile(r"os\.environ|os\.getenv|from os import .*environ")
     guilty = [path for path in (ROOT / "src").rglob("*.py") if path.name != "config.py" and reading.search(path.read_text())]
     assert guilty == []
+
+
+@pytest.mark.parametrize("off", ["", "0", "false", "off"])
+def test_a_bad_setting_does_not_stop_an_engine_that_was_not_asked_to_be_elastic(off: str) -> None:
+    assert elastic_is_asked_for({"ENABLE_KVCACHED": off, "KVCACHED_LIMIT": "5x"}) is False
+    with pytest.raises(SettingError, match="KVCACHED_LIMIT"):
+        elastic_is_asked_for({"ENABLE_KVCACHED": "true", "KVCACHED_LIMIT": "5x"})
+    assert elastic_is_asked_for({"ENABLE_KVCACHED": "true"}) is True
+    assert elastic_is_asked_for({"ENABLE_KVCACHED": "true", "KVCACHED_AUTOPATCH": "0"}) is False

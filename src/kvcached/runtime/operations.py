@@ -135,6 +135,7 @@ class PoolOperations:
     def trim(self, size_bytes: int | None = None) -> BytesAnswer:
         with self._locked() as pool:
             pages = pool.geometry.pages if size_bytes is None else pool.pages_over(size_bytes)
+        self._keeper.rest()  # or it would fill the reserve again at once
         given_bytes = self._pool.shrink(pages) + self._pool.trim_handles()
         self._pool.report()
         return BytesAnswer(given_bytes=given_bytes)

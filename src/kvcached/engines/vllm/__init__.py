@@ -6,12 +6,8 @@ Switched off, they do nothing: no part of vLLM or torch is loaded here.
 
 from __future__ import annotations
 
-from kvcached.config import Settings, load_settings
+from kvcached.config import elastic_is_asked_for
 from kvcached.errors import EngineNotSupported
-
-
-def _is_asked_for(settings: Settings) -> bool:
-    return settings.enabled and settings.autopatch
 
 
 def platform_plugin() -> str | None:
@@ -19,7 +15,7 @@ def platform_plugin() -> str | None:
 
     vLLM takes an exception here for "not available" and goes on without us; `general_plugin` sees to it that it does not go far.
     """
-    if not _is_asked_for(load_settings()):
+    if not elastic_is_asked_for():
         return None
     from kvcached.engines.vllm.platform import platform_name
 
@@ -28,7 +24,7 @@ def platform_plugin() -> str | None:
 
 def general_plugin() -> None:
     """vLLM's second door. Raises `EngineNotSupported`, which ends the process, when elastic memory was asked for and is not in place."""
-    if not _is_asked_for(load_settings()):
+    if not elastic_is_asked_for():
         return
     import vllm
     from vllm.platforms import current_platform
