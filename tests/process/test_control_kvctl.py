@@ -190,7 +190,14 @@ class TestOtherCommands:
         machine.start("chat")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-m", "kvcached.cli.kvctl", "--run-dir", str(machine.run_dir), "watch", "-n", "30"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background is started with it ignored
+        ) as process:
             assert process.stdout is not None
             assert process.stderr is not None
             assert "chat" in process.stdout.readline()

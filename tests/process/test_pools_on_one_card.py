@@ -89,6 +89,17 @@ def world(tmp_path):
     world.stop()
 
 
+def take_eventually(process, blocks):
+    """A miss is an engine's cue to ask again: on a busy machine a peer may answer too late for one deadline."""
+    answer = process.ask("take", blocks)
+    end = time.monotonic() + 20
+    while "error" in answer:
+        assert answer["error"] == "PoolExhausted", answer
+        assert time.monotonic() < end, answer
+        answer = process.ask("take", blocks)
+    return answer
+
+
 def wait_until(condition, timeout_s=10.0):
     end = time.monotonic() + timeout_s
     while not condition():
@@ -102,9 +113,7 @@ def test_a_starving_pool_makes_the_other_give_its_parked_memory(world):
     first.ask("take", 80)
     first.ask("give")
     assert first.ask("stats")["parked_bytes"] >= 80 * MIB
-    answer = second.ask("take", 80)
-    assert "error" not in answer, answer
-    assert answer["owned_bytes"] == 80 * MIB
+    assert take_eventually(second, 80)["owned_bytes"] == 80 * MIB
     assert world.snapshot().leased_bytes <= 100 * MIB
 
 
@@ -115,7 +124,7 @@ def test_a_cached_prefix_that_fills_the_card_makes_room_for_a_second_engine(worl
     first.ask("cache")
     assert world.snapshot().leased_bytes == 100 * MIB
     second = world.start("second", pool={"floor": 8 * MIB})
-    assert second.ask("take", 60)["owned_bytes"] == 60 * MIB
+    assert take_eventually(second, 60)["owned_bytes"] == 60 * MIB
     assert first.ask("stats")["cached_bytes"] <= 40 * MIB
     assert world.snapshot().leased_bytes <= 100 * MIB
 
