@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from harness.engines import versions
-from harness.matrix import ELASTIC
+from harness.matrix import NEWEST, elastic_cases
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,11 +16,16 @@ if TYPE_CHECKING:
     from harness.engines import Batch
 
 
-@pytest.fixture(params=versions())
-def engine(request: pytest.FixtureRequest, batches: Callable[[str, tuple[Case, ...], bool], Batch]) -> Batch:
-    return batches(request.param, ELASTIC, True)
+each_release = pytest.mark.parametrize("version", versions())
+newest_release = pytest.mark.parametrize("version", NEWEST)
 
 
+@pytest.fixture
+def engine(version: str, batches: Callable[[str, tuple[Case, ...], bool], Batch]) -> Batch:
+    return batches(version, elastic_cases(version), True)
+
+
+@each_release
 def test_a_request_larger_than_the_pool_ends_with_a_clear_error_and_the_others_are_served(engine: Batch) -> None:
     result = engine["hopeless"]
     assert result["reasons"] == ["length", "error", "length"]
@@ -31,11 +36,13 @@ def test_a_request_larger_than_the_pool_ends_with_a_clear_error_and_the_others_a
     assert len(first) == 8
 
 
+@each_release
 def test_a_prompt_larger_than_the_pool_is_turned_away_with_both_numbers(engine: Batch) -> None:
     blocks = 8 * 1024 * 1024 // (128 * 1024) - 1
     assert f"the prompt has 3000 tokens and the KV cache of this engine can hold {blocks * 32}" in engine["hopeless"]["refused"]
 
 
+@each_release
 def test_a_request_that_outgrows_the_pool_ends_with_an_error_where_it_does(engine: Batch) -> None:
     result = engine["hopeless"]
     blocks = 8 * 1024 * 1024 // (128 * 1024) - 1  # of 32 tokens; without the null block
@@ -44,6 +51,7 @@ def test_a_request_that_outgrows_the_pool_ends_with_an_error_where_it_does(engin
     assert result["look"]["owned_blocks"] == 1
 
 
+@newest_release
 def test_an_idle_engine_with_a_full_cache_obeys_a_limit_down_and_up(engine: Batch) -> None:
     result = engine["idle limit"]
     step = result["full"]["step_bytes"]
@@ -55,12 +63,14 @@ def test_an_idle_engine_with_a_full_cache_obeys_a_limit_down_and_up(engine: Batc
     assert result["raised"]["limit_pages"] * step > result["low_bytes"]
 
 
+@newest_release
 def test_outputs_are_right_under_the_lowered_limit_and_after_it(engine: Batch) -> None:
     result = engine["idle limit"]
     assert result["under_limit"] == result["first"][:8]
     assert result["again"] == result["first"]
 
 
+@each_release
 def test_reset_of_the_prefix_cache_gives_its_blocks_back(engine: Batch) -> None:
     result = engine["reset"]
     assert result["done"]
@@ -70,6 +80,7 @@ def test_reset_of_the_prefix_cache_gives_its_blocks_back(engine: Batch) -> None:
     assert result["again"] == result["first"]
 
 
+@each_release
 def test_sleep_gives_everything_back_but_the_null_page_and_wakes_up_right(engine: Batch) -> None:
     result = engine["reset"]
     assert result["asleep"]["held_pages"] == 1
@@ -78,6 +89,7 @@ def test_sleep_gives_everything_back_but_the_null_page_and_wakes_up_right(engine
     assert result["awake"] == result["first"]
 
 
+@newest_release
 def test_a_range_far_beyond_the_machine_costs_nothing(engine: Batch) -> None:
     result = engine["virtual"]
     assert "range 48 GiB" in engine.log

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from harness.cases import load_prompts
-from harness.engines import MODELS, PYTHON, environment, versions
-from harness.matrix import STOCK
+from harness.engines import MODELS, PYTHON, environment
+from harness.matrix import NEWEST, stock_cases
 from harness.server import Server
 
 from kvcached.card.card import Card
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from kvcached.runtime.control import PoolStatus
 
-NEWEST = versions()[-1:]
 WAIT_S = 20.0
 
 
@@ -61,7 +60,7 @@ def owned_blocks(status: PoolStatus) -> int:
 
 
 def test_answers_are_those_of_the_unhooked_engine_and_memory_comes_and_goes(server: Server, batches: Callable[..., Any]) -> None:
-    expected = batches(NEWEST[0], STOCK, False)["cached"]["tokens"]
+    expected = batches(NEWEST[0], stock_cases(NEWEST[0]), False)["cached"]["tokens"]
     prompts = [(index, prompt) for index, prompt in enumerate(load_prompts()) if len(prompt) < 1_900][:24]
     for index, prompt in prompts:
         status, answer = server.complete(prompt)

@@ -1,30 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All cases of one release: two processes, one unhooked and one elastic, run them one after another."""
+"""Which cases run on which release: two processes for each, one unhooked and one elastic, run them one after another.
+
+The newest release gets all of them, the others those that touch what differs between releases.
+"""
 
 from __future__ import annotations
 
 from harness.cases import Case
+from harness.engines import versions
 
 NO_CACHE = {"enable_prefix_caching": False}
 NO_RESERVE = {"KVCACHED_MIN_RESERVED_PAGES": "0", "KVCACHED_MAX_RESERVED_PAGES": "0"}
 SMALL_PAGES = {"KVCACHED_HOST_GRANULARITY": "256KiB", "KVCACHED_VIRTUAL": "128MiB"}  # pages of 2 MiB: 16 blocks of 32 tokens
 TIGHT = SMALL_PAGES | NO_RESERVE | {"KVCACHED_LIMIT": "14MiB"}
+REAL_MODEL = {"model": "smollm2", "prompts": 64, "max_tokens": 12}
 
 STOCK = (Case("cached"), Case("uncached", options=NO_CACHE))
 TOKENS = (
     Case("cached", settings=SMALL_PAGES),
     Case("uncached", options=NO_CACHE, settings=SMALL_PAGES),
+    Case("tight uncached async", options=NO_CACHE, settings=TIGHT, async_scheduling=True),
+    Case("per layer", settings=SMALL_PAGES | {"KVCACHED_CONTIGUOUS_LAYOUT": "false"}),
+)
+MORE_TOKENS = (
     Case("async", settings=SMALL_PAGES, async_scheduling=True),
     Case("tight", settings=TIGHT),
-    Case("tight uncached async", options=NO_CACHE, settings=TIGHT, async_scheduling=True),
     Case("capped cache", settings=SMALL_PAGES | {"KVCACHED_MAX_CACHED_TOKENS": "2048"}),
-    Case("per layer", settings=SMALL_PAGES | {"KVCACHED_CONTIGUOUS_LAYOUT": "false"}),
     Case("zero backing", settings=SMALL_PAGES | {"KVCACHED_ZERO_BACKING": "used"}, async_scheduling=True),
 )
 MEMORY = (
     Case("hopeless", "hopeless", settings=SMALL_PAGES | NO_RESERVE | {"KVCACHED_LIMIT": "8MiB"}),
-    Case("idle limit", "idle_limit", settings=SMALL_PAGES, prompts=48),
     Case("reset", "reset", settings=SMALL_PAGES, prompts=24),
-    Case("virtual", settings=SMALL_PAGES | {"KVCACHED_VIRTUAL": "48GiB"}, prompts=8),
 )
-ELASTIC = TOKENS + MEMORY
+MORE_MEMORY = (
+    Case("idle limit", "idle_limit", settings=SMALL_PAGES, prompts=48),
+    Case("virtual", settings=SMALL_PAGES | {"KVCACHED_VIRTUAL": "48GiB"}, prompts=8),
+    Case("real model", **REAL_MODEL),
+)
+NEWEST = versions()[-1:]
+
+
+def stock_cases(version: str) -> tuple[Case, ...]:
+    """What the unhooked engine of a release is asked to do."""
+    return (*STOCK, Case("real model", **REAL_MODEL)) if version in NEWEST else STOCK
+
+
+def token_cases(version: str) -> tuple[Case, ...]:
+    """All prompts on the tiny model, under different settings."""
+    return TOKENS + MORE_TOKENS if version in NEWEST else TOKENS
+
+
+def elastic_cases(version: str) -> tuple[Case, ...]:
+    """What the elastic engine of a release is asked to do."""
+    return token_cases(version) + (MEMORY + MORE_MEMORY if version in NEWEST else MEMORY)
+
+
+def pairs(marks: str = "") -> list[tuple[str, str]]:
+    """(version, name) of every token case whose name contains one of the words."""
+    words = marks.split() or [""]
+    return [(version, case.name) for version in versions() for case in token_cases(version) if any(word in case.name for word in words)]

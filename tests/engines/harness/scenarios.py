@@ -72,9 +72,10 @@ def shared_bytes() -> int:
     return 0
 
 
-def is_settled(look: dict[str, int]) -> bool:
-    """Nothing is held but pages in use, and perhaps a zero page."""
-    return look["parked_pages"] == look["retired_pages"] == 0 and look["lease_bytes"] <= (look["held_pages"] + 1) * look["step_bytes"]
+def is_settled(look: dict[str, int], zero_pages: int) -> bool:
+    """Nothing is held but pages in use, and the zero page where there is one."""
+    only_used = look["parked_pages"] == look["retired_pages"] == 0 and look["held_pages"] == look["used_pages"]
+    return only_used and look["lease_bytes"] == (look["used_pages"] + zero_pages) * look["step_bytes"]
 
 
 class Peak:
@@ -113,19 +114,21 @@ def generate(engine: Engine) -> dict[str, Any]:
         "peak_pages": peak.pages,
     }
     if engine.memory:
-        settled = engine.wait_for(is_settled)
+        zero_pages = int("KVCACHED_ZERO_BACKING" in engine.case.settings)
+        settled = engine.wait_for(lambda look: is_settled(look, zero_pages))
         result |= {"settled": settled, "shared_before": before, "shared_after": shared_bytes()}
     return result
 
 
 def hopeless(engine: Engine) -> dict[str, Any]:
     """A prompt that can never fit among others that do, and a request that outgrows the pool."""
+    from vllm.exceptions import VLLMValidationError
     from vllm.platforms import current_platform
 
     short, long = "What is water made of?", "word " * 600
     try:
         refused = f"no error: {engine.generate([long], max_tokens=8)}"
-    except ValueError as error:
+    except VLLMValidationError as error:
         refused = str(error)
     type(current_platform).kvcached_prompt_check = None  # what follows is what a scheduler does that meets such a request
     answers = engine.generate([short, long, short], max_tokens=8)

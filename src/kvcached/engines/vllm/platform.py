@@ -52,10 +52,16 @@ class ElasticPlatform(_Platform):
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """In the front end, where an error reaches the client as it is. Raises `ValueError`."""
+        """In the front end, whose validation errors reach the client as they are."""
         super().validate_request(processed_inputs, params)
-        if cls.kvcached_prompt_check is not None:
+        if cls.kvcached_prompt_check is None:
+            return
+        from vllm.exceptions import VLLMValidationError
+
+        try:
             cls.kvcached_prompt_check.require_room(processed_inputs)
+        except ValueError as error:
+            raise VLLMValidationError(str(error)) from error
 
 
 def make_elastic(vllm_config: Any) -> None:

@@ -27,7 +27,7 @@ class PromptCheck:
         self._longest_tokens = 0
 
     def require_room(self, processed_inputs: Any) -> None:
-        """Raises `ValueError`, which clients see as it is."""
+        """Raises `ValueError` with both numbers."""
         prompt = processed_inputs.get("prompt_token_ids") if isinstance(processed_inputs, dict) else None
         if prompt is None or len(prompt) <= _SHORT_TOKENS:
             return
