@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process with one pool on a host card; obeys one JSON line at a time, so that tests can stop, kill and fork it."""
 
+import contextlib
 import json
 import os
+import signal
 import sys
+import threading
 
 import kvcached
-from kvcached.errors import KVCachedError
+from kvcached.errors import KVCachedError, Misuse
 
 MIB = 1 << 20
 
@@ -37,16 +40,40 @@ class Child:
         return self.pool.stats().model_dump()
 
     def fork_and_use(self):
-        """A forked child must be told that the pool is not its own, and its end must not touch the parent's."""
-        pid = os.fork()
+        """A forked child must be told that the pool is not its own, whatever lock another thread had; its end must not touch the
+        parent's. Exit status of the child: the calls that were refused."""
+        pool = self.pool._owner.pool
+        calls = (pool.shrink, 1), (pool.take, 1), (self.pool.stats,), (self.pool.trim,), (pool._port.close,), (self.pool.close,)
+        pid = self._fork_while_another_thread_holds(pool.lock, pool._port._lock)
         if pid == 0:
-            try:
-                self.pool._owner.pool.shrink(1)
-                self.pool.stats()
-            except KVCachedError:
-                os._exit(7)
-            os._exit(0)
-        return {"child_exit": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), **self.stats()}
+            signal.alarm(10)
+            os._exit(sum(_is_refused(*call) for call in calls))
+        return {"child_exit": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), "calls": len(calls), **self.stats()}
+
+    def _fork_while_another_thread_holds(self, *locks):
+        held, forked = threading.Event(), threading.Event()
+
+        def hold():
+            with contextlib.ExitStack() as stack:
+                for lock in locks:
+                    stack.enter_context(lock)
+                held.set()
+                forked.wait()
+
+        threading.Thread(target=hold, daemon=True).start()
+        held.wait()
+        pid = os.fork()
+        if pid:
+            forked.set()
+        return pid
+
+
+def _is_refused(call, *arguments):
+    try:
+        call(*arguments)
+    except Misuse:
+        return True
+    return False
 
 
 def main():

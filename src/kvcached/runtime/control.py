@@ -14,7 +14,6 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from typing import TYPE_CHECKING, Final
 
 from kvcached.config import package_version
@@ -61,6 +60,7 @@ from kvcached.runtime.control_messages import (
     send_frame,
 )
 from kvcached.runtime.endpoint import SocketFile, endpoint_path, prepare_run_dir
+from kvcached.runtime.forking import in_forked_child
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -118,13 +118,7 @@ class ControlServer:
             if self._listener is not None or self._stopping.is_set():
                 raise Misuse("a control server starts once")
             self._open()
-        reference = weakref.ref(self)
-
-        def forget() -> None:
-            if (server := reference()) is not None:
-                server._forget()
-
-        os.register_at_fork(after_in_child=forget)
+        in_forked_child(self, ControlServer._forget)
 
     def ensure_bound(self) -> bool:
         """Listen anew if the file was deleted or replaced under us. True if that was needed. Raises as `start` does."""
@@ -173,6 +167,7 @@ class ControlServer:
 
     def _forget(self) -> None:
         """In a forked child: let go of the listener, or the endpoint would seem alive after the parent's death."""
+        self._lock = threading.Lock()
         if self._listener is not None:
             self._listener.close()
             self._listener = None

@@ -11,6 +11,7 @@ from kvcached.card.record import Usage
 from kvcached.errors import DeviceError, DeviceOutOfMemory, Misuse, PeerError, PeerRefused, PoolExhausted, StateUnknown
 from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report, Runs, Verdict, finished
 from kvcached.runtime.fence import FenceFactory, NothingInFlight
+from kvcached.runtime.forking import OrphanedLock, in_forked_child
 from kvcached.vmm.api import Run, ZeroBacking
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Mapper:
         self._fence_timeout_s = fence_timeout_s
         self._handle_cache_bytes = handle_cache_bytes
         self._on_close = on_close
-        self._lock = threading.Lock()  # orders lease and driver calls
+        self._lock: threading.Lock | OrphanedLock = threading.Lock()  # orders lease and driver calls
         self._report: Report | None = None
         self._closed = False
         self._page_bytes = arena.config.page_bytes * arena.config.planes
@@ -80,6 +81,10 @@ class Mapper:
         self._stop = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="kvcached-heart", daemon=True)
         self._heart.start()
+        in_forked_child(self, Mapper._orphan)
+
+    def _orphan(self) -> None:
+        self._lock = OrphanedLock()
 
     @property
     def base_address(self) -> int:

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import weakref
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import TYPE_CHECKING
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvcached.core.plans import GrowPlan, ShrinkPlan
 from kvcached.errors import Misuse, StateUnknown
 from kvcached.ranks.api import Outcome, Verdict
+from kvcached.runtime.forking import FORKED, OrphanedLock, in_forked_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,22 +31,19 @@ class PageWork:
     def __init__(self, ledger: Ledger, port: MapperPort, lock: threading.RLock, *, large_run_pages: int, stranded_fraction: float) -> None:
         self._ledger = ledger
         self._port = port
-        self._lock = lock
+        self._lock: threading.RLock | OrphanedLock = lock
         self._large_run_pages = large_run_pages
         self._stranded_fraction = stranded_fraction
         self._under_way: list[tuple[GrowPlan | ShrinkPlan, Future[Outcome]]] = []
         self._answered = threading.Event()
         self._closed = False
-        self._forked = False
-        self.failed: StateUnknown | None = None
+        self.failed: StateUnknown | Misuse | None = None
         port.when_lost(self.fail)
-        reference = weakref.ref(self)
+        in_forked_child(self, PageWork._orphan)
 
-        def orphan() -> None:
-            if (work := reference()) is not None:
-                work._forked = True
-
-        os.register_at_fork(after_in_child=orphan)
+    def _orphan(self) -> None:
+        self._lock = OrphanedLock()
+        self.failed = Misuse(FORKED)
 
     def map(self, pages: int, *, urgent: bool, deadline: float) -> Outcome | None:
         """Map up to `pages` more pages, as the limit allows. The outcome; None when the limit allows none or no answer came in time."""
@@ -146,12 +142,10 @@ class PageWork:
 
     @property
     def refusing(self) -> bool:
-        return self._closed or self._forked or self.failed is not None
+        return self._closed or self.failed is not None
 
     def refuse(self) -> None:
         """Raises `StateUnknown` after a failure, `Misuse` after `close` and in a forked child."""
-        if self._forked:
-            raise Misuse("this process was forked from the one that owns this pool; open a pool of its own")
         if self.failed is not None:
             raise self.failed
         if self._closed:

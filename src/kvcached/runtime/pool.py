@@ -21,6 +21,7 @@ from kvcached.core.ledger import Ledger
 from kvcached.core.pages import NO_MARKER
 from kvcached.errors import InvariantBroken, KVCachedError, Misuse, PeerRefused, PeerTimeout, PoolExhausted, StateUnknown
 from kvcached.ranks.api import LimitsRequest, MapperPort, MapperStatus, Report, Verdict
+from kvcached.runtime.forking import OrphanedLock, in_forked_child
 from kvcached.runtime.pagework import PageWork
 from kvcached.units import ceil_div
 
@@ -69,7 +70,7 @@ class Pool:
         adopted_pages: int = 0,
         press: Callable[[int, float], int] | None = None,
     ) -> None:
-        self.lock = threading.RLock()
+        self.lock: threading.RLock | OrphanedLock = threading.RLock()
         self.geometry = geometry
         self.limits = limits
         self.options = options or PoolOptions()
@@ -89,6 +90,10 @@ class Pool:
         self._last_refusal = ""
         self._refused_until_s = 0.0
         self._adopt(adopted_pages)
+        in_forked_child(self, Pool._orphan)
+
+    def _orphan(self) -> None:
+        self.lock = OrphanedLock()
 
     def _adopt(self, pages: int) -> None:
         """Pages 0 .. pages-1 were mapped one by one by the mapper before there was an owner."""
@@ -261,7 +266,7 @@ class Pool:
         self._work.fail(reason)
 
     @property
-    def failed(self) -> StateUnknown | None:
+    def failed(self) -> StateUnknown | Misuse | None:
         return self._work.failed
 
     # ------------------------------------------------------------------ limits and sight

@@ -38,36 +38,36 @@ class ElasticScheduler(_Scheduler):
         _log.info("elastic: %s", self.kvcached.describe())
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        with self.kvcached.lock:
+        with self.kvcached.pool.lock:
             self.kvcached.begin_step()
             output = super().schedule(*args, **kwargs)
             self.kvcached.steps.stamp(output)
             return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        with self.kvcached.lock:
+        with self.kvcached.pool.lock:
             self.kvcached.finish_step(scheduler_output)
             outputs = super().update_from_output(scheduler_output, model_runner_output)
             self.kvcached.end_hopeless(self, outputs)
             return outputs
 
     def add_request(self, *args: Any, **kwargs: Any) -> Any:
-        with self.kvcached.lock:
+        with self.kvcached.pool.lock:
             return super().add_request(*args, **kwargs)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
-        with self.kvcached.lock:
+        with self.kvcached.pool.lock:
             return super().finish_requests(*args, **kwargs)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-        with self.kvcached.lock:
+        with self.kvcached.pool.lock:
             done = super().reset_prefix_cache(*args, **kwargs)
             if done:
                 self.kvcached.note_reset()
             return done
 
     def set_pause_state(self, pause_state: Any) -> None:
-        with self.kvcached.lock:
+        with self.kvcached.pool.lock:
             super().set_pause_state(pause_state)
             self.kvcached.note_pause(bool(pause_state.name != "UNPAUSED"))
 

@@ -21,8 +21,6 @@ from kvcached.runtime.owner import Owner
 from kvcached.units import ceil_div, format_size
 
 if TYPE_CHECKING:
-    import threading
-
     from kvcached.config import Settings
     from kvcached.ranks.api import MapperPort
     from kvcached.runtime.operations import PoolOperations
@@ -44,8 +42,7 @@ class SchedulerMemory:
         self._paused = False
         self._owner = _start_owner(settings, scheduler)
         self.pool = self._owner.pool
-        self.lock: threading.RLock = self.pool.lock
-        with self.lock:
+        with self.pool.lock:
             ElasticBlockPool.adopt(scheduler.kv_cache_manager.block_pool, self.pool, self.steps)
             self._manager = ElasticKVCacheManager.adopt(scheduler.kv_cache_manager, self.pool)
         self._owner.operations.longest_request_tokens = self._manager.longest_request_tokens
