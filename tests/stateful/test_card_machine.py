@@ -28,7 +28,7 @@ class SlotUnderTornWrites(RuleBasedStateMachine):
         super().__init__()
         self.raw = bytearray(SLOT_BYTES)
         self.allowed = {EMPTY}
-        self.meant: set[Record] = set()  # by writers that died since the last whole write: a later torn write may complete one of theirs
+        self.meant: set[Record] = set()  # by writers that died since the last whole write; see kvcached.card.record
 
     def read(self) -> Record:
         return decode_slot(bytes(self.raw), 0, SLOT_BYTES)

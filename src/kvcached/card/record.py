@@ -5,6 +5,10 @@ Header and slots are kept in two copies each. The write with sequence number n g
 write that stops at any byte leaves the former copy whole; of the valid copies the one with the higher sequence counts. A copy
 that is all zeros is the valid, empty copy of sequence 0.
 
+When two writers in a row die in the same slot, the second one's torn bytes may complete what the first one meant to write. That is
+harmless: no byte of any record is read that nobody wrote, and the lock of the slot is free, so whichever of the dead the record
+speaks of, it is reclaimed.
+
     header copy  magic 8, checksum 4, version 2, size 2, sequence 8, header_bytes 4, slots 4, slot_bytes 4, high_slots 4, ...
     slot copy    checksum 4, version 2, size 2, sequence 8, lease 8, floor 8, ownable 8 | the rest belongs to the version
 

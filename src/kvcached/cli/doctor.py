@@ -58,7 +58,10 @@ def examine(deadline_s: float) -> list[Row]:
     except SettingError as error:
         return [*rows, Row("settings", Verdict.PROBLEM, str(error), "correct it, then run doctor again: the rest depends on the settings")]
     rows += [check_settings(settings), check_shared_memory(), check_run_dir(settings)]
-    return [*rows, *(check_card(card, settings, deadline_s) for card in cards_to_try(settings))]
+    cards = cards_to_try(settings)
+    if cards == ["host:0"]:
+        rows.append(Row("GPU", Verdict.OK, "this system shows no NVIDIA or AMD device: engines on the CPU use the host card"))
+    return [*rows, *(check_card(card, settings, deadline_s) for card in cards)]
 
 
 def check_system() -> Row:

@@ -21,7 +21,7 @@ from kvcached.cli.machine import Target, find, pid_at, read_cards
 from kvcached.cli.output import ExitCode, parse_amount, parse_limit, parse_percent, reporting, say, say_json, short_size, table, warn
 from kvcached.cli.settings_view import show_settings
 from kvcached.config import Amount, load_settings
-from kvcached.errors import PeerRefused, PeerTimeout
+from kvcached.errors import PeerLost, PeerRefused, PeerTimeout
 from kvcached.runtime.control import BytesAnswer, ChangeAnswer, ControlClient
 from kvcached.runtime.endpoint import remove_abandoned
 from kvcached.units import format_size
@@ -61,8 +61,10 @@ class Session:
     timeout_s: float
 
     def reach(self, pool: str) -> tuple[Target, ControlClient]:
-        """Raises `NoSuchPool`."""
+        """Raises `NoSuchPool`; `PeerLost` for a pool whose process has ended."""
         target = find(self.run_dir, pool)
+        if target.rows and not target.is_alive:
+            raise PeerLost(f"{pool} is dead: its process has ended and its memory is free; clear up its entry with: kvctl delete {pool}")
         return target, target.client(self.timeout_s)
 
 

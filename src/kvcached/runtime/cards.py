@@ -220,5 +220,13 @@ def limit_bytes(settings: Settings, budget_bytes: int) -> int:
 
 
 def floor_bytes(settings: Settings, budget_bytes: int, longest_request_bytes: int) -> int:
-    """The floor that a pool starts with: one longest request, at most 1/16 of the budget, unless it is set."""
-    return min(longest_request_bytes, budget_bytes // 16) if settings.floor is None else settings.floor.of(budget_bytes)
+    """The floor that a pool starts with: one longest request, at most 1/16 of the budget, unless it is set.
+
+    Raises `SettingError` for a floor above the limit.
+    """
+    if settings.floor is None:
+        return min(longest_request_bytes, budget_bytes // 16)
+    asked_bytes, most_bytes = settings.floor.of(budget_bytes), limit_bytes(settings, budget_bytes)
+    if asked_bytes > most_bytes:
+        raise SettingError(f"KVCACHED_FLOOR is {format_size(asked_bytes)}; allowed is at most the pool's limit, {format_size(most_bytes)}")
+    return asked_bytes

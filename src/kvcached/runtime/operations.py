@@ -11,6 +11,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from kvcached.card.record import NO_LIMIT_BYTES
 from kvcached.core.limits import Limits
 from kvcached.errors import PeerRefused, PeerTimeout
 from kvcached.runtime.control import BytesAnswer, ChangeAnswer, Explanation, PoolStatus, WeightAnswer
@@ -85,7 +86,9 @@ class PoolOperations:
         )
 
     def limit(self, limit_bytes: int, revision: int | None = None) -> ChangeAnswer:
-        return self._change(limit_bytes, revision, self._least_bytes(), "limit_bytes")
+        """`NO_LIMIT_BYTES` asks for all that the pool can ever hold."""
+        asked_bytes = self._most_bytes() if limit_bytes >= NO_LIMIT_BYTES else limit_bytes
+        return self._change(asked_bytes, revision, self._least_bytes(), "limit_bytes")
 
     def floor(self, floor_bytes: int) -> ChangeAnswer:
         return self._change(floor_bytes, None, 0, "floor_bytes")
@@ -94,12 +97,15 @@ class PoolOperations:
         """The pages that are pinned stay mapped whatever the limit."""
         return self._pool.counts().pinned_pages * self._pool.geometry.release_step_bytes
 
+    def _most_bytes(self) -> int:
+        return min(self._pool.geometry.range_bytes, self._facts.budget_bytes)
+
     def _change(self, asked_bytes: int, revision: int | None, least_bytes: int, field: str) -> ChangeAnswer:
         with self._locked() as pool:
             limits = pool.limits
             if revision is not None and revision <= limits.revision:
                 return self._answer("stale", asked_bytes, getattr(limits, field), f"revision {limits.revision} is in force")
-            most_bytes = min(pool.geometry.range_bytes, self._facts.budget_bytes)
+            most_bytes = self._most_bytes()
             in_force_bytes = max(least_bytes, min(asked_bytes, most_bytes))
             changed = {field: in_force_bytes, "revision": limits.revision + 1 if revision is None else revision}
             try:
