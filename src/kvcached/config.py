@@ -300,7 +300,7 @@ def _find_file(environ: Mapping[str, str]) -> Path | None:
     if named:
         return Path(named).expanduser()
     candidates = (Path("kvcached.toml"), Path("~/.config/kvcached.toml").expanduser())
-    return next((path for path in candidates if path.is_file()), None)
+    return next((path for path in candidates if os.path.isfile(path)), None)  # a home that this user may not look into has none
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 
-import kvcached
+import kvcached.runtime.api  # all of it before a change of user: the interpreter may lie where the other user cannot read
 from kvcached.errors import KVCachedError, Misuse
 
 MIB = 1 << 20
@@ -77,7 +77,12 @@ def _is_refused(call, *arguments):
 
 
 def main():
-    child = Child(json.loads(sys.argv[1]))
+    options = json.loads(sys.argv[1])
+    if (uid := options.get("uid")) is not None:
+        os.setgroups([])
+        os.setresgid(*[options["card"]["run_group"]] * 3)
+        os.setresuid(uid, uid, uid)
+    child = Child(options)
     print(json.dumps({"pid": os.getpid(), "instance": child.pool.instance}), flush=True)
     for line in sys.stdin:
         name, arguments = json.loads(line)

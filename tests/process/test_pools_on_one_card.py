@@ -17,11 +17,12 @@ from kvcached.runtime.control import ControlClient
 
 MIB = 1 << 20
 CHILD = Path(__file__).with_name("pool_child.py")
+GROUP = 4321
 SETTLED_S = 2.3  # a new card file grants only what is unused until then
 
 
 class Process:
-    def __init__(self, world, name, *, blocks=128, prefix=(), pool=None, **settings):
+    def __init__(self, world, name, *, blocks=128, prefix=(), pool=None, uid=None, **settings):
         card = {
             "run_dir": str(world.run_dir),
             "host_dir": str(world.host_dir),
@@ -34,7 +35,7 @@ class Process:
             "large_run_mb": 0,
             **settings,
         }
-        options = json.dumps({"card": card, "name": name, "blocks": blocks, "pool": pool or {}})
+        options = json.dumps({"card": card, "name": name, "blocks": blocks, "pool": pool or {}, "uid": uid})
         self.process = subprocess.Popen(
             [*prefix, sys.executable, str(CHILD), options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -230,3 +231,23 @@ def test_killed_processes_leave_nothing_behind(world):
     Card.sweep(world.run_dir, abandoned_after_s=0)
     assert sorted(path.name for path in (world.run_dir / "pools").glob("*.sock")) == [f"{world.processes[0].instance}.sock"]
     assert len(world.snapshot().entries) == 1
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to change users")
+def test_pools_of_two_users_of_one_group_share_a_card(world, tmp_path):
+    for folder in (world.run_dir, world.host_dir):
+        folder.mkdir()
+        os.chown(folder, 0, GROUP)
+        folder.chmod(0o2770)
+    for parent in [tmp_path, *tmp_path.parents[:2]]:
+        parent.chmod(parent.stat().st_mode | 0o011)
+    first, second = (world.start(name, uid=uid, run_group=GROUP) for name, uid in (("first", 4001), ("second", 4002)))
+    time.sleep(SETTLED_S)
+    first.ask("take", 90)
+    assert second.ask("take", 20)["error"] == "PoolExhausted"
+    first.ask("give")
+    assert take_eventually(second, 80)["owned_bytes"] == 80 * MIB  # first, of another user, gave its parked pages
+    assert world.snapshot().leased_bytes <= 100 * MIB
+    second.kill()
+    assert take_eventually(first, 90)["owned_bytes"] == 90 * MIB
