@@ -86,7 +86,7 @@ class BlockGeometry:
     @property
     def waste(self) -> float:
         """Fraction of a page's bytes that hold no payload of a block that can be handed out, over the affine ids' whole period."""
-        return _waste(self.block_bytes, self.block_stride_bytes, self.page_bytes)
+        return waste_of(self.block_bytes, self.block_stride_bytes, self.page_bytes)
 
     @property
     def plane_bytes(self) -> int:
@@ -148,7 +148,7 @@ def _cheapest(block_bytes: int, pages: list[int], target: int, can_pad: bool, ma
         if best and distance > best[0]:
             break
         for stride in _strides(block_bytes, page, can_pad):
-            waste = _waste(block_bytes, stride, page)
+            waste = waste_of(block_bytes, stride, page)
             if waste <= max_waste and (best is None or (waste + distance, page, stride) < best):
                 best = (waste + distance, page, stride)
     return best
@@ -156,10 +156,11 @@ def _cheapest(block_bytes: int, pages: list[int], target: int, can_pad: bool, ma
 
 def _strides(block_bytes: int, page_bytes: int, can_pad: bool) -> tuple[int, ...]:
     """The block's own size, and the least aligned divisor of the page that holds it."""
-    return (block_bytes, _padded_stride(block_bytes, page_bytes)) if can_pad else (block_bytes,)
+    return (block_bytes, padded_stride(block_bytes, page_bytes)) if can_pad else (block_bytes,)
 
 
-def _padded_stride(block_bytes: int, page_bytes: int) -> int:
+def padded_stride(block_bytes: int, page_bytes: int) -> int:
+    """The least aligned divisor of the page that holds a block."""
     units = page_bytes // STRIDE_ALIGNMENT_BYTES
     least = ceil_div(block_bytes, STRIDE_ALIGNMENT_BYTES)
     most_blocks = units // least
@@ -168,15 +169,16 @@ def _padded_stride(block_bytes: int, page_bytes: int) -> int:
     return STRIDE_ALIGNMENT_BYTES * next(stride for stride in range(least, units + 1) if units % stride == 0)
 
 
-def _waste(block_bytes: int, stride_bytes: int, page_bytes: int) -> float:
-    """Blocks start at every multiple of the common divisor within a page, each once in the period of the two sizes."""
+def waste_of(block_bytes: int, stride_bytes: int, page_bytes: int) -> float:
+    """Fraction of the pages that holds no block. Blocks start at every multiple of the sizes' common divisor within a page, each once
+    in their period."""
     step = gcd(stride_bytes, page_bytes)
     usable = (page_bytes - block_bytes) // step + 1
     return 1.0 - usable * block_bytes / (stride_bytes // step * page_bytes)
 
 
 def _refusal(block_bytes: int, pages: range, granularity_bytes: int, max_waste: float) -> str:
-    working = _padded_stride(block_bytes, pages[0])
+    working = padded_stride(block_bytes, pages[0])
     return (
         f"blocks of {block_bytes} bytes ({format_size(block_bytes)}) waste more than {max_waste:.0%} of every page from "
         f"{format_size(pages[0])} to {format_size(pages[-1])} in steps of {format_size(granularity_bytes)}; "
