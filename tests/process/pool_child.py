@@ -44,7 +44,7 @@ class Child:
         parent's. Exit status of the child: the calls that were refused."""
         pool = self.pool._owner.pool
         calls = (pool.shrink, 1), (pool.take, 1), (self.pool.stats,), (self.pool.trim,), (pool._port.close,), (self.pool.close,)
-        pid = self._fork_while_another_thread_holds(pool.lock, pool._port._lock)
+        pid = self._fork_while_another_thread_holds(pool.lock, pool._port._held.lock)
         if pid == 0:
             signal.alarm(10)
             os._exit(sum(_is_refused(*call) for call in calls))

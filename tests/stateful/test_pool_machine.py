@@ -10,7 +10,7 @@ from kvcached.card.entry import LeaseResult
 from kvcached.core.geometry import BlockGeometry
 from kvcached.core.limits import Limits
 from kvcached.errors import PoolExhausted
-from kvcached.runtime.facts import MapperFacts
+from kvcached.ranks.facts import MapperFacts
 from kvcached.runtime.keeper import Keeper, KeeperOptions
 from kvcached.runtime.mapper import Mapper
 from kvcached.runtime.pool import Pool, PoolOptions, must_be_consistent

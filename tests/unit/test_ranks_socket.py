@@ -27,7 +27,7 @@ class Recorder:
         self.calls.append(("map", tuple(runs), urgent))
         return finished(Outcome(Verdict.DONE))
 
-    def unmap(self, runs):
+    def unmap(self, runs, after_step):
         assert self.let_go.wait(20)
         self.calls.append(("unmap", tuple(runs)))
         return finished(Outcome(Verdict.DONE, size_bytes=7))
@@ -90,7 +90,7 @@ def test_calls_arrive_and_are_answered(client, mapper):
 
 
 def test_a_map_does_not_wait_behind_an_unmap_that_waits_for_its_fence(client, mapper):
-    unmap = client.unmap([(1, 1)])
+    unmap = client.unmap([(1, 1)], 0)
     assert client.map([(2, 1)], urgent=False).result(5).verdict is Verdict.DONE
     assert not unmap.done()
     mapper.let_go.set()
@@ -105,8 +105,8 @@ def test_an_exception_in_the_mapper_is_a_broken_outcome(client, mapper):
 
 def test_a_mapper_that_raises_is_answered_for(client, mapper):
     mapper.let_go.set()
-    mapper.unmap = lambda runs: 1 / 0
-    outcome = client.unmap([(1, 1)]).result(5)
+    mapper.unmap = lambda runs, after_step: 1 / 0
+    outcome = client.unmap([(1, 1)], 0).result(5)
     assert outcome.verdict is Verdict.BROKEN
     assert "ZeroDivisionError" in outcome.reason
 
@@ -118,7 +118,7 @@ def test_a_batch_that_is_too_long_to_send_fails_at_once_and_alone(client):
 
 
 def test_a_lost_mapper_ends_every_waiting_future_and_every_later_call(client, server):
-    waiting = client.unmap([(1, 1)])
+    waiting = client.unmap([(1, 1)], 0)
     server._connection.shutdown(2)
     with pytest.raises(PeerLost):
         waiting.result(5)

@@ -34,7 +34,7 @@ class Port:
         self.maps += 1
         return finished(Outcome(Verdict.DONE))
 
-    def unmap(self, runs):
+    def unmap(self, runs, after_step):
         pages = sum(count for _, count in runs)
         self.mapped -= pages
         return finished(Outcome(Verdict.DONE, size_bytes=pages * PAGE))

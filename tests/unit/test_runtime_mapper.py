@@ -8,7 +8,7 @@ from kvcached.card.entry import LeaseResult
 from kvcached.core.geometry import BlockGeometry
 from kvcached.errors import PeerLost, PeerRefused, PeerTimeout
 from kvcached.ranks.api import LimitsRequest, Report, Verdict
-from kvcached.runtime.facts import MapperFacts
+from kvcached.ranks.facts import MapperFacts
 from kvcached.runtime.mapper import Mapper
 from kvcached.units import MIB
 from kvcached.vmm.api import ArenaConfig, Call, ZeroBacking
@@ -93,7 +93,7 @@ def test_the_lease_is_what_is_held(device):
     mapper, book, arena = make(device, planes=2)
     assert mapper.map([(0, 2), (5, 1)], urgent=True).result().verdict is Verdict.DONE
     assert book.lease_bytes == arena.stats().held_bytes == 6 * PAGE
-    outcome = mapper.unmap([(0, 2)]).result()
+    outcome = mapper.unmap([(0, 2)], 0).result()
     assert (outcome.verdict, outcome.size_bytes) == (Verdict.DONE, 4 * PAGE)
     assert book.lease_bytes == 2 * PAGE
     mapper.close()
@@ -139,25 +139,25 @@ def test_an_unmap_waits_for_the_fence_and_gives_up(device):
     mapper, _book, arena = make(device, fence=gate)
     mapper.map([(0, 1)], urgent=True)
     gate.open = False
-    assert mapper.unmap([(0, 1)]).result().verdict is Verdict.BUSY
+    assert mapper.unmap([(0, 1)], 0).result().verdict is Verdict.BUSY
     assert arena.stats().mapped_pages == 1
     gate.open = True
-    assert mapper.unmap([(0, 1)]).result().verdict is Verdict.DONE
+    assert mapper.unmap([(0, 1)], 0).result().verdict is Verdict.DONE
     mapper.close()
 
 
 def test_kept_handles_stay_leased_and_make_room_when_it_is_short(device):
     mapper, book, arena = make(device, room_pages=4, cache_bytes=4 * PAGE)
     mapper.map([(0, 2)], urgent=True)
-    mapper.unmap([(0, 2)])
+    mapper.unmap([(0, 2)], 0)
     assert book.lease_bytes == arena.stats().cached_bytes == 2 * PAGE
     creates = device.calls()[Call.CREATE]
     mapper.map([(4, 2)], urgent=True)
     assert device.calls()[Call.CREATE] == creates
-    mapper.unmap([(4, 2)])
+    mapper.unmap([(4, 2)], 0)
     assert mapper.map([(page, 1) for page in range(4)], urgent=True).result().verdict is Verdict.DONE
     assert arena.stats().cached_bytes == 0
-    mapper.unmap([(page, 1) for page in range(4)])
+    mapper.unmap([(page, 1) for page in range(4)], 0)
     assert mapper.trim().result().size_bytes == 4 * PAGE
     assert book.lease_bytes == 0
     mapper.close()
@@ -167,7 +167,7 @@ def test_the_zero_page_is_leased_from_the_start(device):
     mapper, book, arena = make(device, zero=ZeroBacking.USED)
     assert book.lease_bytes == PAGE
     mapper.map([(0, 1)], urgent=True)
-    mapper.unmap([(0, 1)])
+    mapper.unmap([(0, 1)], 0)
     assert book.lease_bytes == PAGE == arena.stats().held_bytes
     mapper.close()
 
@@ -176,7 +176,7 @@ def test_a_mistake_of_the_owner_is_refused_and_changes_nothing(device):
     mapper, book, _arena = make(device)
     mapper.map([(0, 1)], urgent=True)
     assert mapper.map([(0, 1)], urgent=True).result().verdict is Verdict.REFUSED
-    assert mapper.unmap([(7, 1)]).result().verdict is Verdict.REFUSED
+    assert mapper.unmap([(7, 1)], 0).result().verdict is Verdict.REFUSED
     assert book.lease_bytes == PAGE
     mapper.close()
     assert mapper.map([(3, 1)], urgent=True).result().verdict is Verdict.REFUSED
@@ -208,7 +208,7 @@ def test_a_record_that_cannot_be_reached_changes_nothing_about_the_memory(device
     mapper, book, arena = make(device)
     mapper.map([(0, 2)], urgent=True)
     book.publish_error = PeerLost("the card's file is gone")
-    assert mapper.unmap([(0, 2)]).result().verdict is Verdict.DONE
+    assert mapper.unmap([(0, 2)], 0).result().verdict is Verdict.DONE
     assert arena.stats().held_bytes == 0
     book.publish_error = None
     mapper.close()

@@ -55,7 +55,7 @@ class Port:
 
         return self._answer("map", runs, change)
 
-    def unmap(self, runs):
+    def unmap(self, runs, after_step):
         pages = {page for first, count in runs for page in range(first, first + count)}
         assert pages <= self.mapped
 
@@ -357,7 +357,7 @@ def test_a_lost_mapper_ends_warm_takes_too(port):
 def test_a_mapper_that_raises_leaves_no_plan_open_and_the_pool_refuses(port):
     pool = make(port)
     pool.give(pool.take(4))
-    port.unmap = lambda runs: 1 / 0
+    port.unmap = lambda runs, after_step: 1 / 0
     with pytest.raises(ZeroDivisionError):
         pool.shrink(4)
     assert pool.counts().unmapping_pages == 0

@@ -147,6 +147,11 @@ class Ledger:
         """All work up to this step has finished: pages that retired by then are parked. Returns how many."""
         return self._table.advance(completed_marker)
 
+    @property
+    def completed_marker(self) -> int:
+        """The newest step that has finished; below every step before the first has."""
+        return self._table.completed
+
     # ------------------------------------------------------------------ cached blocks
 
     def give_cached(self, ids: Sequence[int], marker: int, last_use: int, cost: float = 1) -> None:

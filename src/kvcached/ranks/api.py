@@ -26,12 +26,15 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`size_bytes`: bytes released (unmap, trim) or still grantable (EXHAUSTED). `pages`: quarantined page numbers (UNKNOWN)."""
+    """`size_bytes`: bytes released (unmap, trim) or still grantable (EXHAUSTED). `pages`: quarantined page numbers (UNKNOWN).
+    `ticket`: the place that a wish refused with EXHAUSTED has in its card's queue; 0: none.
+    """
 
     verdict: Verdict
     size_bytes: int = 0
     pages: tuple[int, ...] = ()
     reason: str = ""
+    ticket: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +78,9 @@ class MapperPort(Protocol):
     def map(self, runs: Runs, *, urgent: bool) -> Future[Outcome]:
         """Back the runs with memory, within the lease: all of them or none. `urgent`: requests wait for it, it is no reserve."""
 
-    def unmap(self, runs: Runs) -> Future[Outcome]:
-        """Wait for the fence, unmap the runs and give their memory back: all of them or none."""
+    def unmap(self, runs: Runs, after_step: int) -> Future[Outcome]:
+        """Unmap the runs and give their memory back: all of them or none. No work queued after step `after_step` reads them; the
+        mapper waits until its own streams have passed that step."""
 
     def trim(self) -> Future[Outcome]:
         """Release the handles that are kept for reuse."""

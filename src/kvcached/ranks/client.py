@@ -156,7 +156,7 @@ class RemoteMapper:
     def map(self, runs: Runs, *, urgent: bool) -> Future[Outcome]:
         return self._ask_outcome(MapRequest(tuple(runs), urgent))
 
-    def unmap(self, runs: Runs) -> Future[Outcome]:
+    def unmap(self, runs: Runs, after_step: int) -> Future[Outcome]:
         return self._ask_outcome(UnmapRequest(tuple(runs)))
 
     def trim(self) -> Future[Outcome]:

@@ -159,7 +159,7 @@ class MapperServer:
             case MapRequest(runs, urgent):
                 self._reply(connection, number, self._mapper.map(runs, urgent=urgent))
             case UnmapRequest(runs):
-                self._reply_later(connection, number, lambda: self._mapper.unmap(runs))
+                self._reply_later(connection, number, lambda: self._mapper.unmap(runs, 0))
             case TrimRequest():
                 self._reply_later(connection, number, self._mapper.trim)
             case LimitsRequest():

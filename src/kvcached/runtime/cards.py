@@ -12,8 +12,8 @@ from kvcached.card.record import CardIdentity, EntrySpec, Kind
 from kvcached.core.geometry import BlockGeometry, choose_geometry
 from kvcached.errors import DeviceError, PoolExhausted, SettingError
 from kvcached.ranks.api import Verdict
+from kvcached.ranks.facts import MapperFacts
 from kvcached.runtime.endpoint import endpoint_path, prepare_directory, prepare_run_dir
-from kvcached.runtime.facts import MapperFacts
 from kvcached.runtime.fence import FenceFactory, NothingInFlight
 from kvcached.runtime.mapper import Mapper
 from kvcached.runtime.peers import Peers

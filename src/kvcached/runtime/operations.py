@@ -20,7 +20,7 @@ from kvcached.runtime.explain import explain_pool
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvcached.runtime.facts import MapperFacts
+    from kvcached.ranks.facts import MapperFacts
     from kvcached.runtime.keeper import Keeper
     from kvcached.runtime.pool import Pool
 

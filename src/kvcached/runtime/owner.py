@@ -21,7 +21,7 @@ from kvcached.units import MIB, ceil_div
 if TYPE_CHECKING:
     from kvcached.config import Settings
     from kvcached.ranks.api import MapperPort
-    from kvcached.runtime.facts import MapperFacts
+    from kvcached.ranks.facts import MapperFacts
 
 _log = logging.getLogger("kvcached.owner")
 

@@ -63,9 +63,10 @@ class PageWork:
             self.refuse()
             self.settle()
             plan = self._ledger.plan_shrink(pages, keep_parked=keep_parked)
+            after_step = self._ledger.completed_marker  # what is parked was emptied at or before it
         if not plan.runs:
             return None
-        return self._wait(self._perform(plan, lambda: self._port.unmap(plan.runs)), deadline)
+        return self._wait(self._perform(plan, lambda: self._port.unmap(plan.runs, after_step)), deadline)
 
     def await_unmaps(self, deadline: float) -> bool:
         """Whether pages that were on their way out are gone now: what they held can be had again."""

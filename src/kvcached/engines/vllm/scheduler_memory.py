@@ -14,9 +14,9 @@ from kvcached.engines.vllm.identity import Identity
 from kvcached.engines.vllm.steps import Steps
 from kvcached.errors import EngineNotSupported
 from kvcached.ranks.client import RemoteMapper
+from kvcached.ranks.facts import MapperFacts
 from kvcached.ranks.messages import Hello
 from kvcached.runtime.cards import rank_socket
-from kvcached.runtime.facts import MapperFacts
 from kvcached.runtime.owner import Owner
 from kvcached.units import ceil_div, format_size
 
