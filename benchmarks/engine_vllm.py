@@ -32,6 +32,11 @@ MODEL = {
     "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "bos_token_id": 128000, "eos_token_id": 128001,
 }  # fmt: skip
+RATES = {  # name: (requests, tokens in, tokens out, requests a second); the arrivals are the same for both engines
+    "low rate (4 a second)": (40, 512, 128, 4.0),
+    "saturating rate (300 a second)": (900, 512, 128, 300.0),
+}
+RATE_PAIRS = 2
 LOADS = {  # name: (requests, tokens in, tokens out)
     "low (8 at a time)": (8, 512, 128),
     "saturating (256 at a time)": (256, 512, 128),
@@ -100,12 +105,35 @@ def child(kind: str, model: str, blocks: int) -> None:
         rows = [[rng.randrange(1000, 100000) for _ in range(command["tokens_in"])] for _ in range(command["requests"])]
         prompts = [{"prompt_token_ids": row} for row in rows]
         parameters = SamplingParams(temperature=0, max_tokens=command["tokens_out"], ignore_eos=True, detokenize=False)
+        if command["rate"]:
+            answer(**serve_at(llm.llm_engine, prompts, parameters, command["rate"], str(command["seed"])), **memory())
+            continue
         start = time.perf_counter()
         outputs = llm.generate(prompts, parameters, use_tqdm=False)
         seconds = time.perf_counter() - start
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         digest = hashlib.sha1(str(tokens).encode()).hexdigest()[:12]
         answer(seconds=seconds, digest=digest, distinct=len({token for row in tokens for token in row}), **memory())
+
+
+def serve_at(engine: object, prompts: list[dict[str, object]], parameters: object, rate: float, name: str) -> dict[str, float]:
+    """Requests arrive `rate` times a second, whether or not the engine keeps up. Seconds until the last is served, and of each."""
+    start = time.perf_counter()
+    arrivals = [number / rate for number in range(len(prompts))]
+    latencies: list[float] = []
+    sent = 0
+    while len(latencies) < len(prompts):
+        now = time.perf_counter() - start
+        while sent < len(prompts) and arrivals[sent] <= now:
+            engine.add_request(f"{name}-{sent}", prompts[sent], parameters)
+            sent += 1
+        if not engine.has_unfinished_requests():
+            time.sleep(max(0.0, arrivals[sent] - now))
+            continue
+        finished = [output.request_id for output in engine.step() if output.finished]
+        now = time.perf_counter() - start
+        latencies += [now - arrivals[int(request_id.split("-")[1])] for request_id in finished]
+    return {"seconds": now, "latency_s": statistics.median(latencies), "slowest_s": max(latencies)}
 
 
 class Watch:
@@ -158,6 +186,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, object]:
         result["leases after the start"] = watch.leases_gib()
         print("static up", result["static start"], "elastic up", result["elastic start"], flush=True)
         result["loads"] = {name: pair_up(static, elastic, load, name, arguments.pairs, watch) for name, load in LOADS.items()}
+        result["rates"] = {name: pair_at_rate(static, elastic, load, name) for name, load in RATES.items()}
         time.sleep(1)
         result["leases a second after the last request"] = watch.leases_gib()
         result["elastic idle again"] = elastic.ask(do="memory", after_s=12)
@@ -175,7 +204,7 @@ def pair_up(static: Child, elastic: Child, load: tuple[int, int, int], name: str
     ratios, rows, equal = [], [], True
     for pair in range(pairs + 1):
         order = (static, elastic) if pair % 2 else (elastic, static)
-        command = {"do": "run", "seed": pair, "requests": requests, "tokens_in": tokens_in, "tokens_out": tokens_out}
+        command = {"do": "run", "seed": pair, "requests": requests, "tokens_in": tokens_in, "tokens_out": tokens_out, "rate": 0}
         answers = {engine.kind: engine.ask(**command) for engine in order}
         equal = equal and answers["static"]["digest"] == answers["elastic"]["digest"]
         if pair:  # the first one warms up
@@ -186,6 +215,22 @@ def pair_up(static: Child, elastic: Child, load: tuple[int, int, int], name: str
     seconds = {kind: statistics.median(float(row[kind]["seconds"]) for row in rows) for kind in ("static", "elastic")}
     ratio = statistics.median(ratios)
     return {"ratio": ratio, "ratios": ratios, "same_tokens": equal, "seconds": seconds, "elastic_peak_kv_gib": watch.peak_gib}
+
+
+def pair_at_rate(static: Child, elastic: Child, load: tuple[int, int, int, float], name: str) -> dict[str, object]:
+    """No comparison of tokens: when requests join a batch differs between any two runs, and with it the rounding."""
+    requests, tokens_in, tokens_out, rate = load
+    rows = []
+    for pair in range(RATE_PAIRS + 1):
+        order = (static, elastic) if pair % 2 else (elastic, static)
+        command = {"do": "run", "seed": 100 + pair, "requests": requests, "tokens_in": tokens_in, "tokens_out": tokens_out, "rate": rate}
+        rows.append({engine.kind: engine.ask(**command) for engine in order})
+    ratios = {
+        key: statistics.median(float(row["static"][key]) / float(row["elastic"][key]) for row in rows[1:])
+        for key in ("seconds", "latency_s")
+    }
+    print(f"{name}: elastic / static throughput {ratios['seconds']:.4f}, static / elastic latency {ratios['latency_s']:.4f}", flush=True)
+    return {"throughput_ratio": ratios["seconds"], "latency_ratio": ratios["latency_s"], "rows": rows}
 
 
 def main() -> None:
