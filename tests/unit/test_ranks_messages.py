@@ -82,7 +82,7 @@ def test_an_unknown_kind_and_a_body_too_long_are_refused():
     with pytest.raises(PeerRefused, match="more than"):
         decode_header(HEADER.pack(good[0], good[1], good[2], MAX_BODY_BYTES + 1, 1))
     with pytest.raises(PeerRefused, match="fewer runs"):
-        encode(UnmapRequest(((1, 1),) * 100_000), 1)
+        encode(UnmapRequest(((1, 1),) * 300_000), 1)
 
 
 @pytest.mark.parametrize("field", ["package_version", "instance", "facts"])

@@ -113,7 +113,7 @@ def test_a_mapper_that_raises_is_answered_for(client, mapper):
 
 def test_a_batch_that_is_too_long_to_send_fails_at_once_and_alone(client):
     with pytest.raises(PeerRefused, match="fewer runs"):
-        client.map([(page, 1) for page in range(100_000)], urgent=True).result(5)
+        client.map([(page, 1) for page in range(300_000)], urgent=True).result(5)
     assert client.map([(1, 1)], urgent=True).result(5).verdict is Verdict.DONE
 
 
