@@ -21,7 +21,7 @@ from kvcached.errors import EngineNotSupported, SettingError
 from kvcached.setting_types import (
     INSTANCE_PATTERN,
     Amount,
-    CardName,
+    CardNames,
     Count,
     Directory,
     Fraction,
@@ -87,8 +87,8 @@ class Settings(BaseModel):
     log_level: LogLevel = _setting("INFO", "KVCACHED_LOG_LEVEL", "DEBUG, INFO, WARNING, ERROR or CRITICAL")
     """least severe event that is logged"""
 
-    card: CardName = _setting("auto", "KVCACHED_CARD", "host:N, cuda:N or hip:N")
-    """the card; auto: the engine's own device, the host card for an engine on the CPU"""
+    card: CardNames = _setting("auto", "KVCACHED_CARD", "host:N, cuda:N or hip:N, or several with commas")
+    """the card, or one for each worker of an engine; auto: the worker's own device, the host card for an engine on the CPU"""
     gpu_utilization: Fraction = _setting(0.95, "KVCACHED_GPU_UTILIZATION", "a number above 0, at most 1")
     """share of the card that all engines on it may use together; `budget` goes before it"""
     budget: Share | None = _setting(None, "KVCACHED_BUDGET", _AMOUNT)
@@ -177,6 +177,20 @@ class Settings(BaseModel):
         if name not in type(self).model_fields:
             raise KeyError(name)
         return self._sources.get(name, "default")
+
+    def card_of(self, local_rank: int) -> str:
+        """The card of a worker, by its number on this machine: of one that is named for all, or its own in a list; `auto` as it is.
+
+        Raises `SettingError` when a list is too short.
+        """
+        names = self.card.split(",")
+        if len(names) == 1:
+            return names[0]
+        if local_rank >= len(names):
+            raise SettingError(
+                f"KVCACHED_CARD names {len(names)} cards, {self.card}, and none is left for worker {local_rank}; name one for each"
+            )
+        return names[local_rank]
 
     def budget_bytes(self, total_bytes: int) -> int:
         """The card's budget, given the card's size."""

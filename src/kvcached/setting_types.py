@@ -87,6 +87,10 @@ def _path(value: object) -> Path:
     return path
 
 
+def _cards(value: object) -> str:
+    return str(value).lower().replace(" ", "")
+
+
 def _lower(value: object) -> str:
     return str(value).lower()
 
@@ -97,7 +101,7 @@ Share = Annotated[Amount, BeforeValidator(_checked_amount), PlainSerializer(str)
 Directory = Annotated[Path, BeforeValidator(_path)]
 GroupId = Annotated[int, BeforeValidator(group_id)]
 InstanceName = Annotated[str, BeforeValidator(_instance_name)]
-CardName = Annotated[str, BeforeValidator(_lower), Field(pattern=r"^(auto|(host|cuda|hip):\d{1,4})$")]
+CardNames = Annotated[str, BeforeValidator(_cards), Field(pattern=r"^(auto|(host|cuda|hip):\d{1,4}(,(host|cuda|hip):\d{1,4})*)$")]
 LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(lambda level: str(level).upper())]
 ZeroBackingName = Annotated[Literal["never", "used", "all"], BeforeValidator(_lower)]
 Count = Annotated[int, Field(ge=0)]

@@ -129,6 +129,7 @@ class TestValues:
             ("KVCACHED_IPC_TIMEOUT", "2.5", "ipc_timeout_s", 2.5),
             ("KVCACHED_LOG_LEVEL", "debug", "log_level", "DEBUG"),
             ("KVCACHED_CARD", "HOST:0", "card", "host:0"),
+            ("KVCACHED_CARD", "host:0, HOST:1", "card", "host:0,host:1"),
             ("KVCACHED_CARD", "cuda:7", "card", "cuda:7"),
             ("KVCACHED_BUDGET", "80%", "budget", Amount(80, is_percent=True)),
             ("KVCACHED_BUDGET", "40GiB", "budget", Amount(40 * GIB)),
@@ -166,6 +167,7 @@ class TestValues:
             ("KVCACHED_IPC_TIMEOUT", "0", "seconds, above 0"),
             ("KVCACHED_LOG_LEVEL", "TRACE", "DEBUG, INFO"),
             ("KVCACHED_CARD", "gpu0", "host:N, cuda:N or hip:N"),
+            ("KVCACHED_CARD", "host:0,auto", "several with commas"),
             ("KVCACHED_BUDGET", "101%", "40%"),
             ("KVCACHED_BUDGET", "40Q", "512MiB"),
             ("KVCACHED_LIMIT", "-3G", "512MiB"),
@@ -209,6 +211,14 @@ class TestValues:
     def test_without_a_writable_shared_memory_the_run_directory_is_under_tmp(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "access", lambda path, mode: False)
         assert load_settings({}).run_dir.parent == Path("/tmp")
+
+    def test_one_card_is_for_all_workers_and_a_list_has_one_for_each(self) -> None:
+        assert [load_settings({"KVCACHED_CARD": "host:3"}).card_of(rank) for rank in range(3)] == ["host:3"] * 3
+        assert load_settings({}).card_of(1) == "auto"
+        listed = load_settings({"KVCACHED_CARD": "host:1,host:0"})
+        assert [listed.card_of(rank) for rank in range(2)] == ["host:1", "host:0"]
+        with pytest.raises(SettingError, match="names 2 cards, host:1,host:0, and none is left for worker 2"):
+            listed.card_of(2)
 
     def test_the_budget_goes_before_the_utilization(self) -> None:
         assert load_settings({"KVCACHED_GPU_UTILIZATION": "0.5"}).budget_bytes(80 * GIB) == 40 * GIB

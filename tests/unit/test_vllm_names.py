@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names by which vLLM finds our classes, names by which an engine's processes find each other, and what is refused by name."""
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
 
 from kvcached.config import INSTANCE_PATTERN, load_settings
 from kvcached.engines.vllm.chain import class_over, is_ours, name_over
-from kvcached.engines.vllm.identity import Identity
+from kvcached.engines.vllm.identity import Identity, instances_of, note_cores
 from kvcached.engines.vllm.steps import Steps
 from kvcached.engines.vllm.support import release_of, require_features, require_release, require_specs
-from kvcached.errors import EngineNotSupported
+from kvcached.errors import EngineNotSupported, SettingError
 
 HERE = "kvcached.engines.vllm.worker"
 
@@ -52,7 +53,7 @@ def config(**changes):
     values = {
         "instance_id": "abc12",
         "model_config": SimpleNamespace(model="/models/Some Model", served_model_name=None, enable_sleep_mode=False),
-        "parallel_config": SimpleNamespace(world_size=1),
+        "parallel_config": SimpleNamespace(world_size=1, data_parallel_size=1, data_parallel_index=0),
         "cache_config": SimpleNamespace(cache_dtype="auto", kv_offloading_size=None),
         "kv_transfer_config": None,
         "attention_config": SimpleNamespace(hisparse_config=None),
@@ -81,6 +82,42 @@ def test_given_names_are_kept():
     assert Identity.of(settings, config()) == ("chat", "Our model")
 
 
+def cores(index, size=2, **changes):
+    return config(parallel_config=SimpleNamespace(world_size=1, data_parallel_size=size, data_parallel_index=index), **changes)
+
+
+def test_engine_cores_have_names_of_their_own_that_the_front_end_knows():
+    settings = load_settings({"KVCACHED_IPC_NAME": "chat"})
+    front_end = cores(0)
+    note_cores(front_end)
+    assert instances_of(settings, front_end) == ["chat-dp0", "chat-dp1"]
+    assert [Identity.of(settings, cores(core)).instance for core in range(2)] == ["chat-dp0", "chat-dp1"]
+
+
+def test_a_core_that_is_told_that_it_is_alone_keeps_its_number():
+    """vLLM does so to the cores of a model without experts; what the front end noted travels with the configuration."""
+    settings, front_end = load_settings({"KVCACHED_IPC_NAME": "chat"}), cores(0)
+    note_cores(front_end)
+    front_end.parallel_config.data_parallel_size = 1
+    assert Identity.of(settings, front_end).instance == "chat-dp0"
+    assert Identity.of(settings, cores(1, size=1)).instance == "chat-dp1"
+    assert Identity.of(settings, cores(0, size=1)).instance == "chat"
+
+
+def test_cores_share_a_made_name_whether_or_not_vllm_marks_its_id():
+    settings = load_settings({})
+    one, other = (Identity.of(settings, cores(1, instance_id=name)) for name in ("abc12", "abc12_dp1"))
+    assert one == other
+    assert one.instance in instances_of(settings, cores(0))
+
+
+def test_a_name_without_room_for_the_number_of_a_core_is_refused():
+    settings = load_settings({"KVCACHED_IPC_NAME": "x" * 38})
+    assert Identity.of(settings, config()).instance == "x" * 38
+    with pytest.raises(SettingError, match=r"KVCACHED_IPC_NAME=x+ leaves no room"):
+        Identity.of(settings, cores(1))
+
+
 @pytest.mark.parametrize(("version", "release"), [("0.32.0+cpu", (0, 32)), ("0.24.1", (0, 24)), ("1.0.0rc1", (1, 0))])
 def test_versions_are_read(version, release):
     assert release_of(version) == release
@@ -100,7 +137,11 @@ def test_other_releases_are_refused_by_name(version):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"parallel_config": SimpleNamespace(world_size=2)}, "2 worker processes"),
+        ({"parallel_config": SimpleNamespace(world_size=2, decode_context_parallel_size=2)}, "decode_context_parallel_size 2"),
+        ({"parallel_config": SimpleNamespace(world_size=2, prefill_context_parallel_size=2)}, "prefill_context_parallel_size 2"),
+        ({"parallel_config": SimpleNamespace(world_size=2, distributed_executor_backend="external_launcher")}, "external_launcher"),
+        ({"parallel_config": SimpleNamespace(world_size=1, enable_elastic_ep=True)}, "enable_elastic_ep"),
+        ({"parallel_config": SimpleNamespace(world_size=1, enable_dbo=True)}, "enable_dbo"),
         ({"kv_transfer_config": SimpleNamespace(kv_connector="NixlConnector")}, "NixlConnector"),
         ({"cache_config": SimpleNamespace(cache_dtype="auto", kv_offloading_size=4.0)}, "KV offloading"),
         ({"attention_config": SimpleNamespace(hisparse_config=object())}, "HiSparse"),
@@ -137,4 +178,15 @@ def test_a_step_is_known_again_by_the_number_on_its_output():
     assert [Steps.number_of(output) for output in outputs] == [1, 2, 3]
     assert Steps.number_of(SimpleNamespace()) == 0
     assert steps.scheduled == 3
+    assert [Steps.operations_of(output) for output in outputs] == [(), (), ()]
+
+
+def test_what_a_step_has_to_map_survives_the_way_to_other_processes():
+    steps, output = Steps(), SimpleNamespace()
+    steps.begin()
+    steps.stamp(output, ((1, "map"), (2, "unmap")))
+    arrived = pickle.loads(pickle.dumps(output))
+    assert Steps.operations_of(arrived) == ((1, "map"), (2, "unmap"))
+    assert Steps.number_of(arrived) == 1
+    assert Steps.operations_of(SimpleNamespace()) == ()
     assert steps.next_use() < steps.next_use()

@@ -36,7 +36,7 @@ def pool(tmp_path: Path):
 @pytest.fixture
 def check(tmp_path: Path, pool: OnePool, monkeypatch: pytest.MonkeyPatch) -> PromptCheck:
     monkeypatch.setattr(prompt_check, "_TIMEOUT_S", 10.0)
-    return PromptCheck(tmp_path, "one")
+    return PromptCheck(tmp_path, ["one"])
 
 
 def prompt(tokens):
@@ -67,3 +67,23 @@ def test_a_pool_that_does_not_know_or_does_not_answer_refuses_nothing(check: Pro
     pool.longest_tokens = 0
     check.require_room(prompt(9_000))
     PromptCheck(tmp_path, "gone").require_room(prompt(9_000))
+
+
+def test_what_one_of_several_cores_can_hold_passes(tmp_path: Path, pool: OnePool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prompt_check, "_TIMEOUT_S", 10.0)
+    other = OnePool()
+    other.longest_tokens = 900
+    server = ControlServer(endpoint_path(tmp_path, "two"), other)
+    server.start()
+    try:
+        check = PromptCheck(tmp_path, ["one", "two"])
+        check.require_room(prompt(900))
+        with pytest.raises(ValueError, match="can hold 900"):
+            check.require_room(prompt(901))
+    finally:
+        server.stop()
+
+
+def test_a_core_that_does_not_answer_might_hold_anything(tmp_path: Path, pool: OnePool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prompt_check, "_TIMEOUT_S", 10.0)
+    PromptCheck(tmp_path, ["one", "nobody"]).require_room(prompt(9_000))

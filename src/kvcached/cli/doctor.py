@@ -188,15 +188,14 @@ def cards_to_try(settings: Settings, devices: Path = Path("/dev")) -> list[str]:
     cards = ["host:0", *(f"cuda:{number}" for number in range(len(nvidia)))]
     if (devices / "kfd").exists():
         cards.append("hip:0")
-    asked = settings.card
-    return cards if asked in ("auto", *cards) else [*cards, asked]
+    return cards + [asked for asked in settings.card.split(",") if asked not in ("auto", *cards)]
 
 
 def check_card(card: str, settings: Settings, deadline_s: float) -> Row:
     attempt = try_card(card, settings.host_granularity_bytes, deadline_s)
     if attempt.ok:
         return Row(card, Verdict.OK, attempt.text)
-    asked_for = settings.card == card or card == "host:0"
+    asked_for = card in settings.card.split(",") or card == "host:0"
     return Row(card, Verdict.PROBLEM if asked_for else Verdict.WARNING, attempt.text, _card_advice(card, attempt))
 
 

@@ -29,11 +29,11 @@ _CONTEXT_BYTES: Final = 512 * MIB  # the driver's context, libraries and graphs:
 class OtherMemory:
     """Made before the weights are loaded. Raises `PoolExhausted` when the card has no room for them, with both numbers."""
 
-    def __init__(self, settings: Settings, card: OpenCard, identity: Identity, vllm_config: Any, device: torch.device) -> None:
+    def __init__(self, settings: Settings, card: OpenCard, identity: Identity, vllm_config: Any, device: torch.device, rank: int) -> None:
         self._card = card
         self._identity = identity
         self._device = device
-        self._memo = settings.run_dir / "other" / _fingerprint(vllm_config)
+        self._memo = settings.run_dir / "other" / _fingerprint(vllm_config, rank)
         given = None if settings.other is None else settings.other.of(card.budget_bytes)
         expected_bytes = _remembered(self._memo) if given is None else given
         self._entry: Entry | None = None
@@ -68,9 +68,11 @@ class OtherMemory:
             self._entry = None
 
 
-def _fingerprint(vllm_config: Any) -> str:
-    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+def _fingerprint(vllm_config: Any, rank: int) -> str:
+    model, scheduler, parallel = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.parallel_config
     text = f"{model.model} {model.dtype} {model.quantization} {scheduler.max_num_batched_tokens} {scheduler.max_num_seqs}"
+    if parallel.world_size > 1:  # a stage's weights are its own
+        text += f" {parallel.tensor_parallel_size} {parallel.pipeline_parallel_size} {rank}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from kvcached.config import check_public_package, load_settings
 from kvcached.engines.vllm.chain import class_over, is_ours, name_over
-from kvcached.engines.vllm.identity import Identity
+from kvcached.engines.vllm.identity import instances_of, note_cores
 from kvcached.engines.vllm.prompt_check import PromptCheck
 from kvcached.engines.vllm.support import require_features, require_release
 from kvcached.units import MIB
@@ -48,7 +48,7 @@ class ElasticPlatform(_Platform):
         if vllm_config.model_config is not None:
             make_elastic(vllm_config)
             settings = load_settings()
-            cls.kvcached_prompt_check = PromptCheck(settings.run_dir, Identity.of(settings, vllm_config).instance)
+            cls.kvcached_prompt_check = PromptCheck(settings.run_dir, instances_of(settings, vllm_config))
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
@@ -77,6 +77,7 @@ def make_elastic(vllm_config: Any) -> None:
     if not is_ours(scheduler.scheduler_cls, _SCHEDULER):
         scheduler.scheduler_cls = name_over(_SCHEDULER, _scheduler_name(scheduler))
     vllm_config.cache_config.kv_cache_memory_bytes = _ANY_SIZE_BYTES
+    note_cores(vllm_config)
 
 
 def _scheduler_name(scheduler_config: Any) -> str:

@@ -11,6 +11,7 @@ from kvcached.runtime.control import ControlClient
 from kvcached.runtime.endpoint import endpoint_path
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 _SHORT_TOKENS: Final = 256  # left to the scheduler: a pool that small serves nobody
@@ -19,10 +20,12 @@ _TIMEOUT_S: Final = 0.1
 
 
 class PromptCheck:
-    """Asks the pool of `instance` what it can hold, at most once a second. A pool that does not answer refuses nothing."""
+    """Asks the pools of an engine's cores what they can hold, at most once a second. Only what none of them can hold is turned away;
+    a pool that does not answer might hold anything.
+    """
 
-    def __init__(self, run_dir: Path, instance: str) -> None:
-        self._client = ControlClient(endpoint_path(run_dir, instance), _TIMEOUT_S)
+    def __init__(self, run_dir: Path, instances: Sequence[str]) -> None:
+        self._clients = [ControlClient(endpoint_path(run_dir, instance), _TIMEOUT_S) for instance in instances]
         self._asked_s = float("-inf")
         self._longest_tokens = 0
 
@@ -43,7 +46,8 @@ class PromptCheck:
         if now_s - self._asked_s > _FRESH_S:
             self._asked_s = now_s
             try:
-                self._longest_tokens = self._client.status().longest_request_tokens
+                longest_tokens = [client.status().longest_request_tokens for client in self._clients]
             except KVCachedError:  # the scheduler decides then
-                self._longest_tokens = 0
+                longest_tokens = [0]
+            self._longest_tokens = max(longest_tokens) if all(longest_tokens) else 0
         return self._longest_tokens

@@ -65,6 +65,15 @@ SEAMS: Final[tuple[Seam, ...]] = (
     Seam(f"{_WORKER}.initialize_from_config", Kind.METHOD, "strides are set and the one allocation is answered", ("kv_cache_config",)),
     Seam(f"{_WORKER}.execute_model", Kind.METHOD, "knows when a step has been queued on the device", ("scheduler_output",)),
     Seam(f"{_WORKER}.sample_tokens", Kind.METHOD, "the rest of a step", ("grammar_output",)),
+    Seam(f"{_WORKER}.execute_dummy_batch", Kind.METHOD, "a step without requests must not run when the memory is going"),
+    Seam("vllm.v1.worker.worker_base:WorkerBase.rank", Kind.FIELD, "which mapper this worker is"),
+    Seam("vllm.v1.worker.worker_base:WorkerBase.local_rank", Kind.FIELD, "which card of a list is this worker's"),
+    Seam(f"{_RUNNER}.profile_run", Kind.CALL, "makes the buffers between pipeline stages on a CPU"),
+    Seam("vllm.distributed.parallel_state:get_world_group", Kind.CALL, "the workers agree once on how blocks lie on pages"),
+    Seam("vllm.distributed.parallel_state:GroupCoordinator.cpu_group", Kind.FIELD, "the group that they do it over"),
+    Seam("vllm.config.parallel:ParallelConfig.world_size", Kind.FIELD, "how many workers an engine core has"),
+    Seam("vllm.config.parallel:ParallelConfig.data_parallel_size", Kind.FIELD, "how many engine cores there are"),
+    Seam("vllm.config.parallel:ParallelConfig.data_parallel_index", Kind.FIELD, "which of them this is"),
     Seam(
         "vllm.v1.worker.worker_base:WorkerBase.shutdown", Kind.METHOD, "gives the memory back when an engine ends inside a living process"
     ),

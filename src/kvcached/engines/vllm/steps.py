@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-_ATTRIBUTE: Final = "kvcached_step"
+_NUMBER: Final = "kvcached_step"
+_OPERATIONS: Final = "kvcached_operations"
 
 
 @dataclass(slots=True)
@@ -22,13 +23,22 @@ class Steps:
     def begin(self) -> None:
         self.scheduled += 1
 
-    def stamp(self, scheduler_output: Any) -> None:
-        setattr(scheduler_output, _ATTRIBUTE, self.scheduled)
+    def stamp(self, scheduler_output: Any, operations: tuple[Any, ...] = ()) -> None:
+        """Number the step, and send what every worker has to map or unmap before it runs."""
+        setattr(scheduler_output, _NUMBER, self.scheduled)
+        if operations:
+            setattr(scheduler_output, _OPERATIONS, operations)
 
     @staticmethod
     def number_of(scheduler_output: Any) -> int:
         """The number that `stamp` wrote; 0 for an output that was made by someone else."""
-        return int(getattr(scheduler_output, _ATTRIBUTE, 0))
+        return int(getattr(scheduler_output, _NUMBER, 0))
+
+    @staticmethod
+    def operations_of(scheduler_output: Any) -> tuple[Any, ...]:
+        """What `stamp` sent; nothing on an output that was made by someone else (warm-up, dummy steps)."""
+        operations: tuple[Any, ...] = getattr(scheduler_output, _OPERATIONS, ())
+        return operations
 
     def next_use(self) -> int:
         """A number that grows with each use of cached blocks."""

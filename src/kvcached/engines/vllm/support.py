@@ -39,8 +39,17 @@ def require_features(vllm_config: Any) -> None:
 def _refusals(vllm_config: Any) -> list[str]:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     found = []
-    if parallel.world_size > 1:
-        found.append(f"{parallel.world_size} worker processes (tensor or pipeline parallel) cannot be elastic in this release")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            found.append(f"{name} {getattr(parallel, name)} captures and warms up on blocks that are not allocated and cannot be elastic")
+    if parallel.world_size > 1 and getattr(parallel, "distributed_executor_backend", None) == "external_launcher":
+        found.append("external_launcher runs a scheduler beside each worker, whose memory would differ, and cannot be elastic")
+    if getattr(parallel, "enable_elastic_ep", False):
+        found.append(
+            "elastic expert parallelism (enable_elastic_ep) changes the workers of a running engine and cannot be elastic in memory"
+        )
+    if getattr(parallel, "enable_dbo", False):
+        found.append("dual batch overlap (enable_dbo) runs on streams that an unmap does not wait for and cannot be elastic")
     if vllm_config.kv_transfer_config is not None:
         found.append(f"the KV connector {vllm_config.kv_transfer_config.kv_connector} registers KV memory as a whole and cannot be elastic")
     if getattr(cache, "kv_offloading_size", None):

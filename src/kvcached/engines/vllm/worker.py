@@ -45,11 +45,13 @@ class ElasticWorker(_Worker):
             super().init_device()
         finally:
             cache.gpu_memory_utilization = asked
-        self.kvcached_memory = WorkerMemory(self.kvcached_settings, self.vllm_config, self.device)
+        self.kvcached_memory = WorkerMemory(self.kvcached_settings, self.vllm_config, self.device, self.rank, self.local_rank)
         close_when_forgotten(self, self.kvcached_memory.close)
 
     def determine_available_memory(self) -> int:
         super().determine_available_memory()  # warms up and profiles; its answer is the size that the platform set
+        if self.device.type == "cpu" and self.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            self.model_runner.profile_run()  # makes the buffers between stages; with a size set, vLLM's CPU worker leaves it out
         self._memory.note_profiled()
         range_bytes: int = self._memory.virtual_bytes
         return range_bytes
@@ -82,16 +84,23 @@ class ElasticWorker(_Worker):
         return 1 + sum(ceil_div(int(scheduler.max_num_batched_tokens), size) + 2 * int(scheduler.max_num_seqs) + 2 for size in sizes)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        output = super().execute_model(scheduler_output, *args, **kwargs)
-        self.kvcached_step = Steps.number_of(scheduler_output)
-        if output is not None:  # None: the step goes on with sample_tokens
-            self._memory.note_submitted(self.kvcached_step)
-        return output
+        with self._memory.occupancy:
+            self._memory.apply(Steps.operations_of(scheduler_output))
+            output = super().execute_model(scheduler_output, *args, **kwargs)
+            self.kvcached_step = Steps.number_of(scheduler_output)
+            if output is not None:  # None: the step goes on with sample_tokens
+                self._memory.note_submitted(self.kvcached_step)
+            return output
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().sample_tokens(*args, **kwargs)
-        self._memory.note_submitted(self.kvcached_step)
-        return output
+        with self._memory.occupancy:
+            output = super().sample_tokens(*args, **kwargs)
+            self._memory.note_submitted(self.kvcached_step)
+            return output
+
+    def execute_dummy_batch(self, *args: Any, **kwargs: Any) -> Any:
+        with self._memory.occupancy:
+            return super().execute_dummy_batch(*args, **kwargs)
 
     @property
     def _memory(self) -> WorkerMemory:

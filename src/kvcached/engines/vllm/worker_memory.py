@@ -3,21 +3,25 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from kvcached import __version__
+from kvcached.core.stages import Stage
+from kvcached.engines.vllm.agreement import Seat, agree, exchange, meeting_place
 from kvcached.engines.vllm.fence import fences_of
 from kvcached.engines.vllm.identity import Identity
+from kvcached.engines.vllm.occupancy import Occupancy
 from kvcached.engines.vllm.other_memory import OtherMemory
 from kvcached.engines.vllm.placement import Allocation, measure, place
-from kvcached.errors import EngineNotSupported
+from kvcached.errors import EngineNotSupported, InvariantBroken
 from kvcached.ranks.messages import Hello
 from kvcached.ranks.server import MapperServer
 from kvcached.runtime.cards import OpenCard, rank_socket
-from kvcached.units import ceil_div
+from kvcached.units import MIB, ceil_div
 from kvcached.views.dlpack import DeviceType, DLPackView
 
 if TYPE_CHECKING:
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
     from kvcached.runtime.mapper import Mapper
     from kvcached.runtime.owner import Owner
 
+_log = logging.getLogger("kvcached.vllm")
+_STEP_END_S: Final = 5.0
 _BACKENDS: Final = {"cpu": "host", "cuda": "cuda"}
 _DEVICE_TYPES: Final = {"host": DeviceType.CPU, "cuda": DeviceType.CUDA, "hip": DeviceType.ROCM}
 
@@ -47,15 +53,18 @@ class LocalMapper:
 class WorkerMemory:
     """Opened when the worker has its device, placed when the sizes are known, closed when the engine ends."""
 
-    def __init__(self, settings: Settings, vllm_config: Any, device: torch.device) -> None:
+    def __init__(self, settings: Settings, vllm_config: Any, device: torch.device, rank: int, local_rank: int) -> None:
+        self.occupancy = Occupancy()
         self._settings = settings
         self._config = vllm_config
         self._device = device
+        self._rank = rank
         self._identity = Identity.of(settings, vllm_config)
-        self._card = OpenCard.open(settings, _card_name(settings, device))
+        self._card = OpenCard.open(settings, _card_name(settings, device, local_rank))
+        self._fence = fences_of(device)
         self._other: OtherMemory | None = None
         if device.type == "cuda":  # a host card holds KV memory only
-            self._other = OtherMemory(settings, self._card, self._identity, vllm_config, device)
+            self._other = OtherMemory(settings, self._card, self._identity, vllm_config, device, rank)
         self._mapper: Mapper | None = None
         self._server: MapperServer | None = None
         self._local: LocalMapper | None = None
@@ -74,20 +83,41 @@ class WorkerMemory:
     def place(self, kv_cache_config: Any, *, interleaved: bool, first_blocks: int) -> ZerosFromArena:
         """Reserve the range, map the pages of ids 0 .. first_blocks-1, rewrite the strides. Returns what answers the allocation.
 
+        Called by all workers of an engine at the same time: they agree on the pages first.
         Raises `EngineNotSupported`, `GeometryError`, `PoolExhausted` (no room for the first pages), `PeerRefused` (name in use).
         """
-        need = measure(kv_cache_config, interleaved=interleaved)
-        geometry = self._card.geometry(need.block_bytes, kv_cache_config.num_blocks, planes=need.planes, can_pad_stride=need.can_pad_stride)
+        ranks = int(self._config.parallel_config.world_size)
+        seat = self._seat(kv_cache_config, interleaved)
+        geometry = agree(seat, exchange(seat, ranks), ranks)
         allocations = place(kv_cache_config, geometry)
         self._mapper = self._card.open_mapper(
             geometry,
             instance=self._identity.instance,
             name=self._identity.name,
-            fence=fences_of(self._device),
+            rank=self._rank,
+            fence=self._fence,
             initial_pages=_pages_of(first_blocks, geometry),
         )
         self._offer(self._mapper)
         return ZerosFromArena([self._tensor(self._mapper, allocation) for allocation in allocations])
+
+    def _seat(self, kv_cache_config: Any, interleaved: bool) -> Seat:
+        """What this worker needs. What stands against it is told too, since the others wait for its word."""
+        stage, problem = None, ""
+        try:
+            need = measure(kv_cache_config, interleaved=interleaved)
+            stage = Stage(need.block_bytes, self._card.device.info.granularity_bytes, need.planes, need.can_pad_stride)
+        except EngineNotSupported as error:
+            problem = str(error)
+        return Seat(
+            self._identity.instance,
+            self._rank,
+            meeting_place(self._settings.run_dir),
+            int(kv_cache_config.num_blocks),
+            (self._settings.page_size_mb or 0) * MIB,
+            stage,
+            problem,
+        )
 
     def _offer(self, mapper: Mapper) -> None:
         """To a scheduler in this process through the configuration, to one in another process through a socket."""
@@ -98,7 +128,7 @@ class WorkerMemory:
             rank_socket(self._settings.run_dir, self._identity.instance, 0),
             mapper,
             Hello(__version__, self._identity.instance, mapper.facts.to_text()),
-            on_owner_lost=mapper.close,
+            on_owner_lost=self._owner_lost,
         )
 
     def _tensor(self, mapper: Mapper, allocation: Allocation) -> torch.Tensor:
@@ -113,6 +143,24 @@ class WorkerMemory:
             mapper,
         )
         return torch.from_dlpack(view)
+
+    def apply(self, operations: tuple[Any, ...]) -> None:
+        """What the scheduler decided for the step that is about to run."""
+        if operations:
+            raise InvariantBroken(f"{len(operations)} operations came with a step, and this worker takes them from nobody")
+
+    def _owner_lost(self) -> None:
+        """Without a scheduler no step will come. One may still run: its memory stays until it has ended."""
+        if self.occupancy.close("the scheduler of this engine is gone, and its KV memory with it", _STEP_END_S):
+            self._fence().wait(_STEP_END_S)
+            self.close()
+        else:
+            _log.error(
+                "rank %d of %s lost its scheduler, and a step has been running for %g s since: its memory is kept until the process ends",
+                self._rank,
+                self._identity.instance,
+                _STEP_END_S,
+            )
 
     def note_submitted(self, step: int) -> None:
         """All work of this step is on the device's streams, so the mapper's fence covers it.
@@ -133,13 +181,16 @@ class WorkerMemory:
         self._server = self._mapper = self._other = None
 
 
-def _card_name(settings: Settings, device: torch.device) -> str:
-    if settings.card != "auto":
-        return settings.card
+def _card_name(settings: Settings, device: torch.device, local_rank: int) -> str:
     backend = "hip" if device.type == "cuda" and torch.version.hip else _BACKENDS.get(device.type)
     if backend is None:
         raise EngineNotSupported(f"vLLM on a {device.type} device cannot be elastic")
-    return f"{backend}:{device.index or 0}"
+    asked, own = settings.card_of(local_rank), f"{backend}:{device.index or 0}"
+    if asked != "auto" and asked != own and backend != "host":
+        raise EngineNotSupported(
+            f"KVCACHED_CARD gives worker {local_rank} the card {asked}, and vLLM runs it on {own}; unset KVCACHED_CARD"
+        )
+    return own if asked == "auto" else asked
 
 
 def _pages_of(blocks: int, geometry: BlockGeometry) -> int:
