@@ -10,31 +10,34 @@ from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report, Ver
 from kvcached.ranks.messages import (
     HEADER,
     MAX_BODY_BYTES,
+    Goodbye,
     Hello,
     Kind,
-    MapRequest,
     StatusRequest,
-    TrimRequest,
-    UnmapRequest,
     check_hello,
     decode_body,
     decode_header,
     encode,
 )
+from kvcached.ranks.operations import Op, OpKind
+from kvcached.ranks.transactions import Answer, MapNow, Phase, Prepare
 
 NUMBERS = st.integers(0, 2**64 - 1)
 RUNS = st.lists(st.tuples(NUMBERS, NUMBERS), max_size=20).map(tuple)
 TEXT = st.text(max_size=50)
 WEIGHT = st.floats(allow_nan=False)
+OUTCOMES = st.builds(Outcome, st.sampled_from(Verdict), NUMBERS, st.lists(NUMBERS, max_size=20).map(tuple), TEXT, NUMBERS)
+OPS = st.lists(st.builds(Op, NUMBERS, st.sampled_from(OpKind), RUNS, st.integers(-(2**63), 2**63 - 1)), max_size=3).map(tuple)
 MESSAGES = st.one_of(
     st.builds(Hello, TEXT, TEXT, TEXT),
-    st.builds(MapRequest, RUNS, st.booleans()),
-    st.builds(UnmapRequest, RUNS),
-    st.just(TrimRequest()),
+    st.builds(MapNow, NUMBERS, RUNS, st.booleans(), NUMBERS, OPS),
+    st.builds(Prepare, NUMBERS, RUNS, st.integers(-(2**63), 2**63 - 1), OPS),
+    st.builds(Answer, NUMBERS, st.sampled_from(Phase), OUTCOMES, NUMBERS, NUMBERS, NUMBERS),
+    st.just(Goodbye()),
     st.just(StatusRequest()),
     st.builds(LimitsRequest, NUMBERS, NUMBERS, WEIGHT, NUMBERS),
     st.builds(Report, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
-    st.builds(Outcome, st.sampled_from(Verdict), NUMBERS, st.lists(NUMBERS, max_size=20).map(tuple), TEXT),
+    OUTCOMES,
     st.builds(MapperStatus, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
 )
 
@@ -69,20 +72,20 @@ def test_random_bodies_are_messages_or_refused(kind, body):
 
 
 def test_another_version_is_a_mismatch():
-    frame = bytearray(encode(TrimRequest(), 1))
+    frame = bytearray(encode(Goodbye(), 1))
     frame[4] ^= 0xFF
     with pytest.raises(HandshakeMismatch, match="version"):
         decode_header(bytes(frame[: HEADER.size]))
 
 
 def test_an_unknown_kind_and_a_body_too_long_are_refused():
-    good = HEADER.unpack(encode(TrimRequest(), 1))
+    good = HEADER.unpack(encode(Goodbye(), 1))
     with pytest.raises(PeerRefused, match="unknown kind"):
         decode_header(HEADER.pack(good[0], good[1], 999, 0, 1))
     with pytest.raises(PeerRefused, match="more than"):
         decode_header(HEADER.pack(good[0], good[1], good[2], MAX_BODY_BYTES + 1, 1))
     with pytest.raises(PeerRefused, match="fewer runs"):
-        encode(UnmapRequest(((1, 1),) * 300_000), 1)
+        encode(MapNow(1, ((1, 1),) * 300_000, False, 0), 1)
 
 
 @pytest.mark.parametrize("field", ["package_version", "instance", "facts"])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -19,18 +20,19 @@ if TYPE_CHECKING:
 class MapperFacts:
     """`adopted_pages`: pages 0 .. n-1 were mapped one by one before there was an owner (the null block's page, warm-up).
 
-    `other_cards`: uuids of the cards of the other ranks, where there are several.
+    `cards`: of an owner with several ranks, each card with the bytes of one page in all ranks that are on it.
     """
 
     geometry: BlockGeometry
     adopted_pages: int
     card_uuid: str
     budget_bytes: int
-    other_cards: tuple[str, ...] = ()
+    cards: tuple[tuple[str, int], ...] = ()
 
     @property
-    def card_uuids(self) -> tuple[str, ...]:
-        return (self.card_uuid, *self.other_cards)
+    def page_bytes_by_card(self) -> dict[str, int]:
+        """What one page takes of each card."""
+        return dict(self.cards) or {self.card_uuid: self.geometry.release_step_bytes}
 
     def to_text(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -41,7 +43,8 @@ class MapperFacts:
         try:
             values = json.loads(text)
             geometry = BlockGeometry(**values.pop("geometry"))
-            return cls(geometry=geometry, **{**values, "other_cards": tuple(values.get("other_cards", ()))})
+            cards = tuple((uuid, page_bytes) for uuid, page_bytes in values.pop("cards", ()))
+            return cls(geometry=geometry, cards=cards, **values)
         except (ValueError, TypeError, KeyError) as error:
             raise HandshakeMismatch(f"the mapper told facts that this version does not understand: {error}") from error
 
@@ -62,11 +65,13 @@ def agreed(by_rank: Sequence[MapperFacts]) -> MapperFacts:
             )
     largest = max(by_rank, key=lambda facts: facts.geometry.release_step_bytes)
     step_bytes = largest.geometry.release_step_bytes
-    cards = tuple(dict.fromkeys(facts.card_uuid for facts in by_rank))
+    cards: Counter[str] = Counter()
+    for facts in by_rank:
+        cards[facts.card_uuid] += facts.geometry.release_step_bytes
     return MapperFacts(
         largest.geometry,
         largest.adopted_pages,
-        cards[0],
+        by_rank[0].card_uuid,
         min(facts.budget_bytes * step_bytes // facts.geometry.release_step_bytes for facts in by_rank),
-        cards[1:],
+        tuple(cards.items()),
     )

@@ -27,9 +27,7 @@ _MAGIC: Final = b"KVRK"
 
 class Kind(IntEnum):
     HELLO = 1
-    MAP = 2
-    UNMAP = 3
-    TRIM = 4
+    GOODBYE = 2
     REPORT = 5
     STATUS = 6
     LIMITS = 7
@@ -62,19 +60,8 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class MapRequest:
-    runs: tuple[tuple[int, int], ...]
-    urgent: bool
-
-
-@dataclass(frozen=True, slots=True)
-class UnmapRequest:
-    runs: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TrimRequest:
-    pass
+class Goodbye:
+    """The sender leaves in good order: the end of the connection is no failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +69,7 @@ class StatusRequest:
     pass
 
 
-Message = (
-    Hello | MapRequest | UnmapRequest | TrimRequest | StatusRequest | LimitsRequest | Report | Outcome | MapperStatus | RankMessage | Answer
-)
+Message = Hello | Goodbye | StatusRequest | LimitsRequest | Report | Outcome | MapperStatus | RankMessage | Answer
 
 _ENDING: Final[Mapping[str, Codec]] = {"tx": U64, "ops": OPS}
 _STATUS_FIELDS: Final = dict.fromkeys(MapperStatus.__slots__, U64)
@@ -93,9 +78,7 @@ _LAYOUTS: Final[Mapping[Kind, tuple[type[Any], Codec]]] = {
     kind: (message, record(message, **fields))
     for kind, message, fields in (
         (Kind.HELLO, Hello, {"package_version": TEXT, "instance": TEXT, "facts": TEXT, "engine": TEXT, "seams": TEXT}),
-        (Kind.MAP, MapRequest, {"runs": PAIRS, "urgent": FLAG}),
-        (Kind.UNMAP, UnmapRequest, {"runs": PAIRS}),
-        (Kind.TRIM, TrimRequest, {}),
+        (Kind.GOODBYE, Goodbye, {}),
         (Kind.REPORT, Report, _REPORT_FIELDS),
         (Kind.STATUS, StatusRequest, {}),
         (Kind.LIMITS, LimitsRequest, {"limit_bytes": U64, "floor_bytes": U64, "weight": F64, "revision": U64}),

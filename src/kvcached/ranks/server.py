@@ -1,207 +1,302 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mapper's end of the socket: one owner, one kept connection, requests answered in two lanes.
+"""The mapper's end: one owner, one kept connection, and the participant that says what is performed and when.
 
-Maps, reports and status are answered by the reading thread. An unmap may wait for work in flight, so it and trims have a lane of
-their own: a map never waits behind a fence.
+    engine's thread   the maps that a step brings, before the step runs
+    reading thread    maps and acquisitions, limits, reports, status
+    slow lane         waits for the engine's stream; unmaps and releases
+
+A map never waits behind a fence, and the engine's thread waits for nothing but maps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
+import queue
 import socket
 import struct
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final, Protocol
 
-from kvcached.errors import HandshakeMismatch, PeerError, PeerLost, PeerRefused
-from kvcached.ranks.api import LimitsRequest, MapperPort, MapperStatus, Outcome, Report, Verdict
-from kvcached.ranks.messages import (
-    HEADER,
-    Hello,
-    MapRequest,
-    Message,
-    StatusRequest,
-    TrimRequest,
-    UnmapRequest,
-    check_hello,
-    decode_body,
-    decode_header,
-    encode,
-)
+from kvcached.errors import PeerError, PeerLost, PeerRefused, StateUnknown
+from kvcached.ranks.actions import AcquireHandles, Action, MapFresh, MapHeld
+from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report, Verdict
+from kvcached.ranks.frames import FrameReader, close_in_forked_child, listen_private, trusted_peer_of
+from kvcached.ranks.messages import Goodbye, Hello, Message, StatusRequest, check_hello, encode
+from kvcached.ranks.participant import AwaitStep, Effect, Participant, Perform, Reply
+from kvcached.ranks.transactions import RankMessage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from kvcached.ranks.operations import Op
+
 _log = logging.getLogger("kvcached.ranks")
-_STATUS_TIMEOUT_S: Final = 5.0
+_GREETING_TIMEOUT_S: Final = 5.0
 _STOP_TIMEOUT_S: Final = 5.0
+_SEND_TIMEOUT_S: Final = 1  # an owner that has not read for so long, with its buffer full, is as good as gone
+_MAP_TIMEOUT_S: Final = 60.0
 
 
-def receive_frame(connection: socket.socket) -> tuple[Message, int]:
-    """The next message and its number. Raises `PeerLost` when the connection ends, `PeerRefused` for nonsense."""
-    kind, length, number = decode_header(_receive_exactly(connection, HEADER.size))
-    return decode_body(kind, _receive_exactly(connection, length)), number
+class RankPort(Protocol):
+    """The memory of a rank. No call raises what the device or the card's record did."""
+
+    def perform(self, action: Action) -> Outcome: ...
+
+    def set_limits(self, limits: LimitsRequest) -> Outcome: ...
+
+    def report(self, report: Report) -> None: ...
+
+    def status(self) -> MapperStatus: ...
 
 
-def _receive_exactly(connection: socket.socket, size: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        try:
-            chunk = connection.recv(size - len(parts))
-        except OSError as error:
-            raise PeerLost(f"the connection to the peer broke: {error}") from error
-        if not chunk:
-            raise PeerLost("the peer closed the connection")
-        parts += chunk
-    return bytes(parts)
+class Gate(Protocol):
+    """Knows which steps the engine's streams have passed."""
+
+    def wait(self, step: int, timeout_s: float) -> bool:
+        """Whether the streams have passed the step within the timeout."""
+
+    def drain(self, timeout_s: float) -> bool:
+        """Whether everything that was submitted has finished within the timeout."""
+
+    def close(self) -> None:
+        """No more steps will be submitted: wait for none that was not."""
 
 
-def peer_uid(connection: socket.socket) -> int:
-    """The user id of the process at the other end, as the kernel knows it."""
-    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return int(uid)
+class RankServer:
+    """Serves one rank to the owner that connects first. `on_owner_lost` is called once when that owner has gone, whether it said
+    goodbye or not, after what was under way has ended. Raises `PeerRefused` when a live process listens at `path`.
 
+    `hello`: as `hello_of_rank` makes it. `fence_timeout_s`: how long an unmap waits for work in flight before it answers BUSY.
+    """
 
-def listen_private(path: Path) -> socket.socket:
-    """Listen at `path`, mode 0600. A socket file that nobody listens at is replaced; a live one is `PeerRefused`."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        _remove_stale(path)
-        listener.bind(str(path))
-        path.chmod(0o600)
-        listener.listen(1)
-    except OSError as error:
-        listener.close()
-        raise PeerRefused(f"cannot listen at {path}: {error}") from error
-    except PeerRefused:
-        listener.close()
-        raise
-    return listener
-
-
-def _remove_stale(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except FileNotFoundError:
-            return
-        except (ConnectionRefusedError, TimeoutError):
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-            return
-    raise PeerRefused(f"another live process listens at {path}: two instances with the same name; set KVCACHED_IPC_NAME to tell them apart")
-
-
-class MapperServer:
-    """Serves one mapper to the owner that connects first. `on_owner_lost` is called once when that owner goes away."""
-
-    def __init__(self, path: Path, mapper: MapperPort, hello: Hello, on_owner_lost: Callable[[], None]) -> None:
+    def __init__(
+        self, path: Path, memory: RankPort, gate: Gate, hello: Hello, on_owner_lost: Callable[[], None], *, fence_timeout_s: float = 5.0
+    ) -> None:
         self._path = path
-        self._mapper = mapper
+        self._memory = memory
+        self._gate = gate
         self._hello = hello
         self._on_owner_lost = on_owner_lost
-        self._stopping = threading.Event()
-        self._connection: socket.socket | None = None
+        self._fence_timeout_s = fence_timeout_s
+        self._participant = Participant()
+        self._lock = threading.Lock()  # the participant and the lanes
+        self._maps: deque[tuple[int, MapHeld]] = deque()
+        self._mapping = 0
+        self._maps_done = threading.Condition(self._lock)
+        self._fast: deque[tuple[int, Action]] = deque()  # for the reading thread
+        self._slow: queue.SimpleQueue[Perform | AwaitStep | None] = queue.SimpleQueue()
+        self._replies: deque[Reply] = deque()
         self._send_lock = threading.Lock()
-        self._slow_lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvcached-unmap")
+        self._connection: socket.socket | None = None
+        self._stopping = threading.Event()
         self._listener = listen_private(path)
+        close_in_forked_child(self._listener)
+        self._lane = threading.Thread(target=self._run_slow_lane, name="kvcached-unmap", daemon=True)
+        self._lane.start()
         self._thread = threading.Thread(target=self._serve, name="kvcached-mapper", daemon=True)
         self._thread.start()
+
+    # ------------------------------------------------------------------ the engine's thread
+
+    def apply_step_ops(self, ops: tuple[Op, ...]) -> None:
+        """Perform the maps that a step needs, before it runs; unmaps follow behind it. Also what another thread is mapping just
+        now is mapped when this returns. Raises `StateUnknown` when something that was promised could not be mapped."""
+        if ops:
+            with self._lock:
+                self._take(self._participant.step_ops(ops))
+            self._run_maps()
+            self._send_replies()
+            with self._lock:
+                ended = self._maps_done.wait_for(lambda: not self._maps and not self._mapping, _MAP_TIMEOUT_S)
+            if not ended:
+                raise StateUnknown(f"pages that this step reads were not mapped within {_MAP_TIMEOUT_S:g} s")
+        if self._participant.broken is not None:
+            raise StateUnknown(self._participant.broken.reason, self._participant.broken.pages)
+
+    # ------------------------------------------------------------------ the lanes
+
+    def _take(self, effects: list[Effect]) -> None:
+        """Hand every effect to whoever carries it out, in order. With the lock held."""
+        for effect in effects:
+            if isinstance(effect, Reply):
+                self._replies.append(effect)
+            elif isinstance(effect, AwaitStep):
+                self._slow.put(effect)
+            elif isinstance(effect.action, MapHeld):
+                self._maps.append((effect.id, effect.action))
+            elif isinstance(effect.action, AcquireHandles | MapFresh):
+                self._fast.append((effect.id, effect.action))
+            else:
+                self._slow.put(effect)
+
+    def _run_maps(self) -> None:
+        """Whoever comes first maps; nobody returns while another is at it without `apply_step_ops` waiting for that."""
+        while True:
+            with self._lock:
+                if not self._maps:
+                    return
+                id, action = self._maps.popleft()
+                self._mapping += 1
+            outcome = self._memory.perform(action)
+            with self._lock:
+                self._take(self._participant.performed(id, outcome))
+                self._mapping -= 1
+                self._maps_done.notify_all()
+
+    def _run_fast(self) -> None:
+        self._run_maps()
+        while self._fast:
+            id, action = self._fast.popleft()
+            outcome = self._memory.perform(action)
+            with self._lock:
+                self._take(self._participant.performed(id, outcome))
+            self._send_replies()
+            self._run_maps()
+
+    def _run_slow_lane(self) -> None:
+        while (effect := self._slow.get()) is not None and not self._stopping.is_set():
+            if isinstance(effect, AwaitStep):
+                passed = self._gate.wait(effect.step, self._fence_timeout_s)
+                with self._lock:
+                    self._take(self._participant.step_passed(effect.id, passed))
+            else:
+                outcome = self._memory.perform(effect.action)
+                with self._lock:
+                    self._take(self._participant.performed(effect.id, outcome))
+            self._send_replies()
+
+    def _send_replies(self) -> None:
+        """In their order, whichever thread sends them."""
+        with self._send_lock:
+            while self._replies:
+                self._transmit(self._replies.popleft().answer, 0)
+
+    def _send(self, message: Message, number: int) -> None:
+        with self._send_lock:
+            self._transmit(message, number)
+
+    def _transmit(self, message: Message, number: int) -> None:
+        connection = self._connection
+        if connection is None:
+            return
+        try:
+            connection.sendall(encode(message, number))
+        except OSError:  # part of a frame may have been sent: nothing more can follow it. The reading thread notices
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    # ------------------------------------------------------------------ the reading thread
 
     def _serve(self) -> None:
         while not self._stopping.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # the listener was closed by close()
+            except OSError:  # close() woke it
                 return
             with connection:
-                if self._admit(connection):
-                    self._connection = connection
-                    self._answer_until_lost(connection)
-                    if not self._stopping.is_set():
-                        self._on_owner_lost()
-                    return
+                reader = self._admit(connection)
+                if reader is None:
+                    continue
+                try:
+                    self._answer_until_gone(reader)
+                finally:
+                    self._let_go()
+                return
 
-    def _admit(self, connection: socket.socket) -> bool:
-        connection.settimeout(_STOP_TIMEOUT_S)
-        if peer_uid(connection) not in (os.getuid(), 0):
-            _log.warning("refused an owner of another user at %s", self._path)
-            return False
+    def _admit(self, connection: socket.socket) -> FrameReader | None:
+        connection.settimeout(_GREETING_TIMEOUT_S)
+        reader = FrameReader(connection)
         try:
-            theirs, number = receive_frame(connection)
+            trusted_peer_of(connection)
+            theirs, number = reader.receive()
             if not isinstance(theirs, Hello):
-                raise PeerRefused("the first message was no greeting")
-            self._send(connection, self._hello, number)
+                raise PeerRefused("its first message was no greeting")
+            connection.sendall(encode(self._hello, number))
             check_hello(self._hello, theirs)
         except (PeerError, OSError) as error:
             _log.warning("refused an owner at %s: %s", self._path, error)
-            return False
+            return None
         connection.settimeout(None)
-        return True
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0))
+        close_in_forked_child(connection)
+        self._connection = connection
+        return reader
 
-    def _answer_until_lost(self, connection: socket.socket) -> None:
+    def _answer_until_gone(self, reader: FrameReader) -> None:
         while True:
             try:
-                message, number = receive_frame(connection)
-            except (PeerLost, HandshakeMismatch, PeerRefused) as error:
+                message, number = reader.receive()
+                if isinstance(message, Goodbye):
+                    _log.info("the owner of %s said goodbye", self._path)
+                    return
+                self._dispatch(message, number)
+            except (PeerError, StateUnknown) as error:
                 if not self._stopping.is_set():
-                    _log.info("the owner of %s went away: %s", self._path, error)
+                    log = _log.warning if isinstance(error, PeerLost) else _log.error
+                    log("the owner of %s is lost: %s", self._path, error)
                 return
-            self._dispatch(connection, message, number)
 
-    def _dispatch(self, connection: socket.socket, message: Message, number: int) -> None:
+    def _dispatch(self, message: Message, number: int) -> None:
         match message:
-            case MapRequest(runs, urgent):
-                self._reply(connection, number, self._mapper.map(runs, urgent=urgent))
-            case UnmapRequest(runs):
-                self._reply_later(connection, number, lambda: self._mapper.unmap(runs, 0))
-            case TrimRequest():
-                self._reply_later(connection, number, self._mapper.trim)
             case LimitsRequest():
-                self._reply(connection, number, self._mapper.set_limits(message))
+                self._send(self._memory.set_limits(message), number)
             case Report():
-                self._mapper.report(message)
-                self._send(connection, Outcome(Verdict.DONE), number)
+                self._memory.report(message)
+                self._send(Outcome(Verdict.DONE), number)
             case StatusRequest():
-                self._send(connection, self._mapper.status(_STATUS_TIMEOUT_S), number)
+                self._send(self._memory.status(), number)
+            case _ if isinstance(message, RankMessage):
+                with self._lock:
+                    self._take(self._participant.received(message))
+                self._run_fast()
+                self._send_replies()
             case _:
-                refusal = Outcome(Verdict.REFUSED, reason=f"an owner may not send {type(message).__name__}")
-                self._send(connection, refusal, number)
+                raise PeerRefused(f"it sent {type(message).__name__}, which an owner may not")
 
-    def _reply_later(self, connection: socket.socket, number: int, call: Callable[[], Future[Outcome]]) -> None:
-        """In the slow lane. A call that raises is answered too, or its owner would wait for ever."""
-
-        def perform() -> Outcome:
-            return call().result()
-
-        self._slow_lane.submit(perform).add_done_callback(lambda done: self._reply(connection, number, done))
-
-    def _reply(self, connection: socket.socket, number: int, future: Future[Outcome]) -> None:
-        error = future.exception()
-        outcome = future.result() if error is None else Outcome(Verdict.BROKEN, reason=f"{type(error).__name__}: {error}")
-        self._send(connection, outcome, number)
-
-    def _send(self, connection: socket.socket, message: Message | MapperStatus, number: int) -> None:
-        with self._send_lock, contextlib.suppress(OSError):  # a lost owner is noticed by the reading thread
-            connection.sendall(encode(message, number))
-
-    def close(self) -> None:
-        """Refuse new work, let the running driver call end (bounded), remove the socket last."""
+    def _let_go(self) -> None:
+        """The owner is gone. What was begun ends first: the slow lane, and what the engine has queued."""
+        with self._lock:
+            self._participant.owner_lost()
         if self._stopping.is_set():
             return
-        self._stopping.set()
-        for sock in (self._listener, self._connection):
-            if sock is not None:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+        self._gate.close()
+        self._slow.put(None)
+        self._lane.join()
+        told = False
+        while not self._gate.drain(_STOP_TIMEOUT_S):
+            if not told:
+                _log.error("work in flight has not finished; the memory behind %s is kept until it has", self._path)
+                told = True
+            if self._stopping.is_set():
+                return
+        self._on_owner_lost()
+
+    # ------------------------------------------------------------------ stopping
+
+    def close(self) -> bool:
+        """Refuse new work, wake blocked reads, let a driver call that runs end, remove the socket last. False: something has not
+        ended within 5 s; it was reported, it goes on, and the memory must not be taken away underneath. May be called again."""
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        if not self._stopping.is_set():
+            self._stopping.set()
+            self._send(Goodbye(), 0)
+            self._gate.close()
+            self._slow.put(None)
+            for sock in (self._listener, self._connection):
+                if sock is not None:
+                    with contextlib.suppress(OSError):
+                        sock.shutdown(socket.SHUT_RDWR)
+        others = [thread for thread in (self._thread, self._lane) if thread is not threading.current_thread()]
+        for thread in others:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in others):
+            _log.error("a call behind %s has not ended within %g s: its memory is kept", self._path, _STOP_TIMEOUT_S)
+            return False
         self._listener.close()
-        if self._thread is not threading.current_thread():
-            self._thread.join(_STOP_TIMEOUT_S)
-        self._slow_lane.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
+        return True

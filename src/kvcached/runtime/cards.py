@@ -5,32 +5,37 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvcached.card.card import Card
 from kvcached.card.record import CardIdentity, EntrySpec, Kind
 from kvcached.core.geometry import BlockGeometry, choose_geometry
 from kvcached.errors import DeviceError, PoolExhausted, SettingError
-from kvcached.ranks.api import Verdict
+from kvcached.ranks.actions import MapFresh
+from kvcached.ranks.api import Outcome, Verdict
 from kvcached.ranks.facts import MapperFacts
 from kvcached.runtime.endpoint import endpoint_path, prepare_directory, prepare_run_dir
 from kvcached.runtime.fence import FenceFactory, NothingInFlight
 from kvcached.runtime.mapper import Mapper
 from kvcached.runtime.peers import Peers
+from kvcached.runtime.rank_memory import RankMemory
 from kvcached.units import MIB, format_size
 from kvcached.vmm.api import ArenaConfig, ZeroBacking
 from kvcached.vmm.native import open_device
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from kvcached.card.entry import Entry
     from kvcached.config import Settings
-    from kvcached.vmm.api import Device
+    from kvcached.ranks.transactions import PageRuns
+    from kvcached.vmm.api import Arena, Device
 
 _log = logging.getLogger("kvcached.cards")
 _ZERO_BACKING: Final = {"never": ZeroBacking.NEVER, "used": ZeroBacking.USED, "all": ZeroBacking.ALL}
 _RETRY_S: Final = 0.05
+T = TypeVar("T", Mapper, RankMemory)
 
 
 def rank_socket(run_dir: Path, instance: str, rank: int) -> Path:
@@ -135,62 +140,90 @@ class OpenCard:
 
         Raises `PeerRefused` (the same instance lives, the floor does not fit), `PoolExhausted` (no room for the first pages).
         """
-        entry = self.record.register(
-            EntrySpec(
-                Kind.KV,
-                instance,
-                name,
-                endpoint=str(endpoint_path(self.settings.run_dir, instance)),
-                limit_bytes=limit_bytes(self.settings, self.budget_bytes),
-                floor_bytes=floor_bytes,
-                weight=self.settings.weight,
-                rank=rank,
+        settings = self.settings
+
+        def make(arena: Arena, entry: Entry, facts: MapperFacts) -> Mapper:
+            return Mapper(
+                arena,
+                entry,
+                facts=facts,
+                fence=fence,
+                lease_deadline_s=settings.lease_timeout_ms / 1000,
+                handle_cache_bytes=settings.handle_cache_mb * MIB,
             )
+
+        spec = self._spec(instance, name, rank, floor_bytes)
+        return self._open(spec, geometry, initial_pages, make, lambda mapper, runs: mapper.map(runs, urgent=True).result())
+
+    def open_rank(
+        self, geometry: BlockGeometry, *, instance: str, name: str, rank: int, initial_pages: int = 0, floor_bytes: int = 0
+    ) -> RankMemory:
+        """The same for one of the ranks of an owner in another process."""
+
+        def make(arena: Arena, entry: Entry, facts: MapperFacts) -> RankMemory:
+            return RankMemory(arena, entry, facts=facts, lease_deadline_s=self.settings.lease_timeout_ms / 1000)
+
+        spec = self._spec(instance, name, rank, floor_bytes)
+        return self._open(spec, geometry, initial_pages, make, lambda memory, runs: memory.perform(MapFresh(runs, urgent=True, ticket=0)))
+
+    def _spec(self, instance: str, name: str, rank: int, floor_bytes: int) -> EntrySpec:
+        return EntrySpec(
+            Kind.KV,
+            instance,
+            name,
+            endpoint=str(endpoint_path(self.settings.run_dir, instance)),
+            limit_bytes=limit_bytes(self.settings, self.budget_bytes),
+            floor_bytes=floor_bytes,
+            weight=self.settings.weight,
+            rank=rank,
         )
+
+    def _open(
+        self,
+        spec: EntrySpec,
+        geometry: BlockGeometry,
+        initial_pages: int,
+        make: Callable[[Arena, Entry, MapperFacts], T],
+        map_now: Callable[[T, PageRuns], Outcome],
+    ) -> T:
+        entry = self.record.register(spec)
         try:
-            mapper = self._start_mapper(entry, geometry, fence, initial_pages)
+            arena = self._reserve(geometry)
         except BaseException:
             entry.close()
             raise
         try:
-            self._map_first(mapper, instance, initial_pages)
+            memory = make(arena, entry, MapperFacts(geometry, initial_pages, self.device.info.uuid, self.budget_bytes))
         except BaseException:
-            mapper.close()
+            arena.close()
+            entry.close()
             raise
-        return mapper
+        try:
+            self._map_first(lambda runs: map_now(memory, runs), spec.instance, initial_pages, geometry.release_step_bytes)
+        except BaseException:
+            memory.close()
+            raise
+        return memory
 
-    def _start_mapper(self, entry: Entry, geometry: BlockGeometry, fence: FenceFactory, initial_pages: int) -> Mapper:
-        settings = self.settings
-        arena = self.device.create_arena(
+    def _reserve(self, geometry: BlockGeometry) -> Arena:
+        return self.device.create_arena(
             ArenaConfig(
                 page_bytes=geometry.page_bytes,
                 pages=geometry.pages,
                 planes=geometry.planes,
                 plane_stride_bytes=geometry.plane_bytes,
-                zero_backing=_ZERO_BACKING[settings.zero_backing],
+                zero_backing=_ZERO_BACKING[self.settings.zero_backing],
             )
         )
-        try:
-            return Mapper(
-                arena,
-                entry,
-                facts=MapperFacts(geometry, initial_pages, self.device.info.uuid, self.budget_bytes),
-                fence=fence,
-                lease_deadline_s=settings.lease_timeout_ms / 1000,
-                handle_cache_bytes=settings.handle_cache_mb * MIB,
-            )
-        except BaseException:
-            arena.close()
-            raise
 
-    def _map_first(self, mapper: Mapper, instance: str, pages: int) -> None:
+    def _map_first(self, map_now: Callable[[PageRuns], Outcome], instance: str, pages: int, page_bytes: int) -> None:
         """The pages that the engine touches before its scheduler exists."""
         if not pages:
             return
         deadline = time.monotonic() + self.settings.ipc_timeout_s
-        needed_bytes = pages * mapper.facts.geometry.release_step_bytes
+        needed_bytes = pages * page_bytes
         while True:
-            outcome = mapper.map([(page, 1) for page in range(pages)], urgent=True).result()
+            outcome = map_now(tuple((page, 1) for page in range(pages)))
             left_s = deadline - time.monotonic()
             if outcome.verdict is Verdict.DONE:
                 return
@@ -204,7 +237,7 @@ class OpenCard:
                 time.sleep(min(_RETRY_S, left_s))
 
     def _peers(self, instance: str) -> Peers:
-        return Peers(self.settings.run_dir, self.device.info.uuid, instance)
+        return Peers(self.settings.run_dir, {self.device.info.uuid: 1}, 1, instance)
 
     def close(self) -> None:
         self.record.close()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from kvcached.card.record import NO_LIMIT_BYTES
 from kvcached.core.limits import Limits
 from kvcached.errors import PeerRefused, PeerTimeout
+from kvcached.ranks.api import MapperStatus
 from kvcached.runtime.control import BytesAnswer, ChangeAnswer, Explanation, PoolStatus, WeightAnswer
 from kvcached.runtime.explain import explain_pool
 
@@ -57,7 +58,7 @@ class PoolOperations:
             counts, limits, failed = pool.counts(), pool.limits, pool.failed
             overage_pages = pool.overage_pages()
             longest_tokens = self.longest_request_tokens()
-        mapper = self._pool.port_status(self._status_timeout_s)
+        mapper = self._mapper_status()
         geometry, step = pool.geometry, pool.geometry.release_step_bytes
         block_bytes = geometry.planes * geometry.block_stride_bytes
         return PoolStatus(
@@ -84,6 +85,12 @@ class PoolOperations:
             mapped_bytes=mapper.mapped_bytes,
             longest_request_tokens=longest_tokens,
         )
+
+    def _mapper_status(self) -> MapperStatus:
+        """What limits speak of, where there are several ranks: one of them, the one that needs most for a page."""
+        total = self._pool.port_status(self._status_timeout_s)
+        page_bytes, all_bytes = self._facts.geometry.release_step_bytes, sum(self._facts.page_bytes_by_card.values())
+        return MapperStatus(*(getattr(total, name) * page_bytes // all_bytes for name in MapperStatus.__slots__))
 
     def limit(self, limit_bytes: int, revision: int | None = None) -> ChangeAnswer:
         """`NO_LIMIT_BYTES` asks for all that the pool can ever hold."""
@@ -155,7 +162,7 @@ class PoolOperations:
         return BytesAnswer(given_bytes=given_bytes)
 
     def explain(self) -> Explanation:
-        mapper = self._pool.port_status(self._status_timeout_s)
+        mapper = self._mapper_status()
         with self._locked() as pool:
             return explain_pool(pool, mapper)
 

@@ -49,7 +49,7 @@ class Owner:
         longest_bytes = ceil_div(longest_request_blocks, geometry.max_blocks_per_page) * step_bytes
         floor = floor_bytes(settings, facts.budget_bytes, longest_bytes)
         self._settings = settings
-        self._peers = Peers(settings.run_dir, facts.card_uuid, instance)
+        self._peers = Peers(settings.run_dir, facts.page_bytes_by_card, step_bytes, instance)
         self.facts = facts
         self.instance = instance
         self.pool = Pool(

@@ -16,6 +16,8 @@ from kvcached.errors import PeerError
 from kvcached.runtime.control import ControlClient
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvcached.card.view import CardSnapshot, EntryView
 
 _log = logging.getLogger("kvcached.pressure")
@@ -23,19 +25,33 @@ _LEAST_TIMEOUT_S: Final = 0.05
 
 
 class Peers:
-    """The other pools on the card `card_uuid`, as its record in `run_dir` names them."""
+    """The other pools on the cards that a pool is on, as the records in `run_dir` name them.
 
-    def __init__(self, run_dir: Path, card_uuid: str, instance: str) -> None:
+    `page_bytes_by_card`: what one page of the pool takes of each card (by uuid), `page_bytes` what the caller's bytes count for it.
+    """
+
+    def __init__(self, run_dir: Path, page_bytes_by_card: Mapping[str, int], page_bytes: int, instance: str) -> None:
         self._run_dir = run_dir
-        self._card_uuid = card_uuid
+        self._page_bytes_by_card = page_bytes_by_card
+        self._page_bytes = page_bytes
         self._instance = instance
 
     def press(self, wanted_bytes: int, deadline_s: float) -> int:
-        """Ask for `wanted_bytes`, cheapest first, within the deadline. Returns the bytes that were given back; a peer that does not
-        answer is passed over, and said so."""
+        """Ask for `wanted_bytes` on every card that lacks them, cheapest first, within the deadline. Returns the bytes that were given
+        back; a peer that does not answer is passed over, and said so."""
         end_s = time.monotonic() + deadline_s
         given_bytes = 0
-        for entry in self._givers(wanted_bytes):
+        for snapshot in self._snapshots():
+            needed_bytes = wanted_bytes * self._page_bytes_by_card[snapshot.identity.uuid] // self._page_bytes
+            has_room = snapshot.budget_bytes - snapshot.leased_bytes >= needed_bytes
+            if has_room and len(self._page_bytes_by_card) > 1:
+                continue  # it is another card that is short
+            given_bytes += self._press_card(snapshot, needed_bytes, end_s)
+        return given_bytes
+
+    def _press_card(self, snapshot: CardSnapshot, wanted_bytes: int, end_s: float) -> int:
+        given_bytes = 0
+        for entry in self._givers(snapshot, wanted_bytes):
             left_s = end_s - time.monotonic()
             if given_bytes >= wanted_bytes or left_s <= 0:
                 break
@@ -43,28 +59,29 @@ class Peers:
         return given_bytes
 
     def ceiling_bytes(self) -> int | None:
-        """The most that this pool can ever hold while the others stay; None when the record cannot be read just now."""
-        snapshot = self._snapshot()
-        if snapshot is None:
-            return None
-        records, mine = self._records(snapshot)
-        if mine < 0:
-            return None
-        records[mine] = records[mine]._replace(limit_bytes=snapshot.budget_bytes)  # the own limit is known first-hand
-        return ceiling_bytes(records, mine, snapshot.budget_bytes, owned=True)
+        """The most that this pool can ever hold while the others stay, on the card that allows least; None when no record can be read
+        just now."""
+        ceilings = []
+        for snapshot in self._snapshots():
+            records, mine = self._records(snapshot)
+            if mine >= 0:
+                records[mine] = records[mine]._replace(limit_bytes=snapshot.budget_bytes)  # the own limit is known first-hand
+                ceiling = ceiling_bytes(records, mine, snapshot.budget_bytes, owned=True)
+                ceilings.append(ceiling * self._page_bytes // self._page_bytes_by_card[snapshot.identity.uuid])
+        return min(ceilings, default=None)
 
     def _records(self, snapshot: CardSnapshot) -> tuple[list[Record], int]:
-        """All live records by slot, and the slot of this pool, -1 when it is not there."""
+        """All live records by slot, and the slot of this pool, -1 when it is not there. Ranks that share a card count as one."""
         by_slot = {entry.slot: entry for entry in snapshot.live}
         records = [by_slot[slot].record if slot in by_slot else Record() for slot in range(max(by_slot, default=-1) + 1)]
-        mine = (slot for slot, entry in by_slot.items() if entry.instance == self._instance and entry.kind is Kind.KV)
-        return records, next(mine, -1)
+        mine = [slot for slot, entry in by_slot.items() if entry.instance == self._instance and entry.kind is Kind.KV]
+        for slot in mine[1:]:
+            records[mine[0]] = records[mine[0]]._replace(lease_bytes=records[mine[0]].lease_bytes + records[slot].lease_bytes)
+            records[slot] = Record()
+        return records, mine[0] if mine else -1
 
-    def _givers(self, wanted_bytes: int) -> list[EntryView]:
+    def _givers(self, snapshot: CardSnapshot, wanted_bytes: int) -> list[EntryView]:
         """Those that the record says can give, cheapest first, then the rest: what they published may be a moment old."""
-        snapshot = self._snapshot()
-        if snapshot is None:
-            return []
         by_slot = {entry.slot: entry for entry in snapshot.live}
         records, mine = self._records(snapshot)
         by_cost = [demand.slot for demand in demands(records, mine, wanted_bytes, snapshot.budget_bytes)]
@@ -73,11 +90,13 @@ class Peers:
             for slot, record in enumerate(records)
             if slot != mine and record.kind == Kind.KV and record.lease_bytes > record.floor_bytes
         ]
-        return [by_slot[slot] for slot in dict.fromkeys([*by_cost, *above_floor])]
+        by_endpoint: dict[str, EntryView] = {}  # one owner answers for all its ranks
+        for slot in (*by_cost, *above_floor):
+            by_endpoint.setdefault(by_slot[slot].endpoint, by_slot[slot])
+        return list(by_endpoint.values())
 
-    def _snapshot(self) -> CardSnapshot | None:
-        cards = (card for card in Card.list_cards(self._run_dir) if card.identity.uuid == self._card_uuid)
-        return next(cards, None)
+    def _snapshots(self) -> list[CardSnapshot]:
+        return [card for card in Card.list_cards(self._run_dir) if card.identity.uuid in self._page_bytes_by_card]
 
     def _ask(self, entry: EntryView, size_bytes: int, timeout_s: float) -> int:
         if not entry.endpoint:

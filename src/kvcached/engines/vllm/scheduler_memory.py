@@ -13,8 +13,7 @@ from kvcached.engines.vllm.chain import is_ours
 from kvcached.engines.vllm.identity import Identity
 from kvcached.engines.vllm.steps import Steps
 from kvcached.errors import EngineNotSupported
-from kvcached.ranks.client import RemoteMapper
-from kvcached.ranks.facts import MapperFacts
+from kvcached.ranks.group import RankGroup
 from kvcached.ranks.messages import Hello
 from kvcached.runtime.cards import rank_socket
 from kvcached.runtime.owner import Owner
@@ -23,6 +22,7 @@ from kvcached.units import ceil_div, format_size
 if TYPE_CHECKING:
     from kvcached.config import Settings
     from kvcached.ranks.api import MapperPort
+    from kvcached.ranks.facts import MapperFacts
     from kvcached.runtime.operations import PoolOperations
 
 _log = logging.getLogger("kvcached.vllm")
@@ -130,7 +130,7 @@ def _connect(settings: Settings, config: Any, identity: Identity) -> tuple[Mappe
     local = getattr(config, "kvcached_mapper", None)
     if local is not None and local.mapper is not None:
         return local.mapper, local.mapper.facts
-    remote = RemoteMapper(
-        rank_socket(settings.run_dir, identity.instance, 0), Hello(__version__, identity.instance, ""), timeout_s=settings.ipc_timeout_s
+    group = RankGroup(
+        [rank_socket(settings.run_dir, identity.instance, 0)], Hello(__version__, identity.instance, ""), timeout_s=settings.ipc_timeout_s
     )
-    return remote, MapperFacts.from_text(remote.hello.facts)
+    return group, group.shared_facts

@@ -18,9 +18,11 @@ from kvcached.engines.vllm.occupancy import Occupancy
 from kvcached.engines.vllm.other_memory import OtherMemory
 from kvcached.engines.vllm.placement import Allocation, measure, place
 from kvcached.errors import EngineNotSupported, InvariantBroken
+from kvcached.ranks.frames import hello_of_rank
 from kvcached.ranks.messages import Hello
-from kvcached.ranks.server import MapperServer
+from kvcached.ranks.server import RankServer
 from kvcached.runtime.cards import OpenCard, rank_socket
+from kvcached.runtime.step_gate import StepGate
 from kvcached.units import MIB, ceil_div
 from kvcached.views.dlpack import DeviceType, DLPackView
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from kvcached.core.geometry import BlockGeometry
     from kvcached.runtime.mapper import Mapper
     from kvcached.runtime.owner import Owner
+    from kvcached.runtime.rank_memory import RankMemory
 
 _log = logging.getLogger("kvcached.vllm")
 _STEP_END_S: Final = 5.0
@@ -65,8 +68,9 @@ class WorkerMemory:
         self._other: OtherMemory | None = None
         if device.type == "cuda":  # a host card holds KV memory only
             self._other = OtherMemory(settings, self._card, self._identity, vllm_config, device, rank)
-        self._mapper: Mapper | None = None
-        self._server: MapperServer | None = None
+        self._gate = StepGate(self._fence)
+        self._mapper: Mapper | RankMemory | None = None
+        self._server: RankServer | None = None
         self._local: LocalMapper | None = None
 
     @property
@@ -90,15 +94,7 @@ class WorkerMemory:
         seat = self._seat(kv_cache_config, interleaved)
         geometry = agree(seat, exchange(seat, ranks), ranks)
         allocations = place(kv_cache_config, geometry)
-        self._mapper = self._card.open_mapper(
-            geometry,
-            instance=self._identity.instance,
-            name=self._identity.name,
-            rank=self._rank,
-            fence=self._fence,
-            initial_pages=_pages_of(first_blocks, geometry),
-        )
-        self._offer(self._mapper)
+        self._mapper = self._open(geometry, _pages_of(first_blocks, geometry))
         return ZerosFromArena([self._tensor(self._mapper, allocation) for allocation in allocations])
 
     def _seat(self, kv_cache_config: Any, interleaved: bool) -> Seat:
@@ -119,19 +115,24 @@ class WorkerMemory:
             problem,
         )
 
-    def _offer(self, mapper: Mapper) -> None:
-        """To a scheduler in this process through the configuration, to one in another process through a socket."""
+    def _open(self, geometry: BlockGeometry, initial_pages: int) -> Mapper | RankMemory:
+        """For a scheduler in this process through the configuration, for one in another process through a socket."""
+        instance, name = self._identity
         if self._config.parallel_config.distributed_executor_backend == "uni":
+            mapper = self._card.open_mapper(geometry, instance=instance, name=name, fence=self._fence, initial_pages=initial_pages)
             self._local = self._config.kvcached_mapper = LocalMapper(mapper)
-            return
-        self._server = MapperServer(
-            rank_socket(self._settings.run_dir, self._identity.instance, 0),
-            mapper,
-            Hello(__version__, self._identity.instance, mapper.facts.to_text()),
+            return mapper
+        memory = self._card.open_rank(geometry, instance=instance, name=name, rank=self._rank, initial_pages=initial_pages)
+        self._server = RankServer(
+            rank_socket(self._settings.run_dir, instance, self._rank),
+            memory,
+            self._gate,
+            hello_of_rank(Hello(__version__, instance, memory.facts.to_text()), self._rank),
             on_owner_lost=self._owner_lost,
         )
+        return memory
 
-    def _tensor(self, mapper: Mapper, allocation: Allocation) -> torch.Tensor:
+    def _tensor(self, mapper: Mapper | RankMemory, allocation: Allocation) -> torch.Tensor:
         info = self._card.device.info
         view = DLPackView(
             mapper.base_address + allocation.offset_bytes,
@@ -168,6 +169,7 @@ class WorkerMemory:
         A scheduler in this process hears of it here: in an engine that runs inside the user's own loop, nobody processes the last step
         in flight until there is a next request.
         """
+        self._gate.submitted(step)
         if self._local is not None and self._local.owner is not None:
             self._local.owner.pool.advance(step)
 
@@ -175,7 +177,9 @@ class WorkerMemory:
         """Give everything back. A second call does nothing."""
         if self._local is not None and self._local.owner is not None:
             self._local.owner.close()
-        for part in (self._server, self._mapper, self._other, self._card):
+        if self._server is not None and not self._server.close():
+            return  # a driver call is still running: it was reported, and its memory stays
+        for part in (self._mapper, self._other, self._card):
             if part is not None:
                 part.close()
         self._server = self._mapper = self._other = None

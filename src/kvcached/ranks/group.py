@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The port of an owner to all its ranks: one coordinator under one lock, a link to each rank, one thread that listens.
+
+map       warm-up, or an engine without step messages: on all ranks now. Else from credit, with the next step
+unmap     never sent: taken back. While steps run: with the next step, then the credit is released. Idle: prepared, then committed
+the rest  asked of every rank; limits hold on all of them or on none
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from kvcached.errors import Misuse, PeerError, PeerLost, PeerTimeout
+from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report, Runs, Verdict
+from kvcached.ranks.coordinator import Coordinator, Effect, Fail, Remind, Send, Settle
+from kvcached.ranks.facts import MapperFacts, agreed
+from kvcached.ranks.inquiry import Answers, Inquiries
+from kvcached.ranks.limits import SharedLimits
+from kvcached.ranks.link import Link, connect_all
+from kvcached.ranks.loop import Loop
+from kvcached.ranks.messages import Goodbye, Hello, Message, StatusRequest
+from kvcached.ranks.transactions import Answer, Classes, classes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from kvcached.ranks.operations import Op
+
+_log = logging.getLogger("kvcached.ranks")
+_STEPPING_S: Final = 0.05
+"""An engine whose last step message is younger takes steps: what can wait for the next one does."""
+_CLOSE_TIMEOUT_S: Final = 5.0
+_DONE: Final = Outcome(Verdict.DONE)
+
+
+class RankGroup:
+    """Implements `kvcached.ranks.api.MapperPort` over the ranks whose sockets are `paths`, in rank order. Safe to use from any thread.
+
+    Mappers may start later than their owner. Raises `PeerTimeout` when one does not answer within `timeout_s`, `HandshakeMismatch`
+    when one differs or its pages are numbered otherwise, `PeerRefused` for a mapper of another user.
+
+    Bytes are those of the rank that needs most for a page (`shared_facts.geometry`), also in reports and limits.
+    """
+
+    def __init__(self, paths: Sequence[Path], hello: Hello, timeout_s: float) -> None:
+        self._links = connect_all(list(paths), hello, timeout_s)
+        try:
+            self.facts = [MapperFacts.from_text(link.hello.facts) for link in self._links]
+            self.shared_facts = agreed(self.facts)
+        except PeerError:
+            for link in self._links:
+                link.close()
+            raise
+        self._steps_bytes = [facts.geometry.release_step_bytes for facts in self.facts]
+        self._unit_bytes = self.shared_facts.geometry.release_step_bytes
+        self._coordinator = Coordinator(len(self._links), names=[link.name for link in self._links])
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._then: dict[int, Callable[[Outcome], None]] = {}  # by transaction
+        self._claimed: Counter[int] = Counter()  # credit that maps under way count on, by class
+        self._unsent: set[tuple[int, int]] = set()  # promised runs that no rank was told of
+        self._recalled: list[tuple[int, Classes, Future[Outcome]]] = []  # until the operation is complete everywhere
+        self._inquiries = Inquiries()
+        self._limits = SharedLimits([link.name for link in self._links], self._ask_limits)
+        self._reporting: set[int] = set()  # ranks whose last report is on its way
+        self._in_band = False
+        self._last_step_s = float("-inf")
+        self._failure = ""
+        self._tell: Callable[[str], None] | None = None
+        self._deliveries: list[Callable[[], None]] = []
+        self._lost: list[tuple[Link, str]] = []
+        self._closing = False
+        self._gone = threading.Condition(self._lock)
+        self._loop = Loop(self._ready)
+        for link in self._links:
+            self._loop.watch(link)
+        self._loop.start()
+
+    # ------------------------------------------------------------------ steps
+
+    def begin_steps(self) -> None:
+        """From here on step messages carry `step_ops` to every rank: maps are promised from credit."""
+        with self._turn():
+            self._in_band = True
+
+    def step_ops(self) -> tuple[Op, ...]:
+        """What rides on the step message that is being made. Every rank must get it before it runs the step."""
+        with self._turn():
+            self._last_step_s = time.monotonic()
+            self._unsent.clear()
+            return self._coordinator.tail()
+
+    # ------------------------------------------------------------------ the port
+
+    def map(self, runs: Runs, *, urgent: bool) -> Future[Outcome]:
+        runs = tuple((first, count) for first, count in runs)
+        future: Future[Outcome] = Future()
+        with self._turn():
+            if self._in_band:
+                self._map_in_band(runs, urgent, future)
+            else:
+                self._begin(self._coordinator.map_now(runs, urgent), lambda outcome: self._finish(future, outcome))
+        return future
+
+    def unmap(self, runs: Runs, after_step: int) -> Future[Outcome]:
+        runs = tuple((first, count) for first, count in runs)
+        future: Future[Outcome] = Future()
+        with self._turn():
+            stepping = time.monotonic() - self._last_step_s < _STEPPING_S
+            number = self._coordinator.recall(runs, after_step) if stepping or self._unsent.issuperset(runs) else None
+            if number is None:
+                self._begin(self._coordinator.shrink(runs, after_step), lambda outcome: self._finish(future, outcome))
+            else:
+                self._unsent.difference_update(runs)
+                self._recalled.append((number, classes_of(runs), future))
+                self._release_recalled()
+                self._loop.after(_STEPPING_S, self._flush_recalled)
+        return future
+
+    def trim(self) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
+        with self._turn():
+            self._release(self._spare_credit(), lambda outcome: self._finish(future, outcome))
+        return future
+
+    def set_limits(self, limits: LimitsRequest) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
+        with self._turn():
+            self._limits.change(limits, lambda outcome: self._finish(future, outcome))
+        return future
+
+    def report(self, report: Report) -> None:
+        with self._turn():
+            for link in self._links:
+                if link.rank not in self._reporting and not self._failure:
+                    self._reporting.add(link.rank)
+                    self._ask([link.rank], lambda rank: self._share(report, rank), self._reporting.difference_update)
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        with self._turn():
+            self._tell = tell
+            if self._failure:
+                reason = self._failure
+                self._deliveries.append(lambda: tell(reason))
+
+    def status(self, timeout_s: float) -> MapperStatus:
+        """The sums over all ranks. Raises `PeerTimeout`, `PeerLost`."""
+        by_rank = self.status_by_rank(timeout_s)
+        return MapperStatus(*(sum(getattr(status, name) for status in by_rank) for name in MapperStatus.__slots__))
+
+    def status_by_rank(self, timeout_s: float) -> list[MapperStatus]:
+        """What each rank's arena holds, in that rank's bytes. Raises `PeerTimeout`, `PeerLost`."""
+        answered: Future[Answers] = Future()
+        with self._turn():
+            if self._failure:
+                raise PeerLost(self._failure)
+            self._ask(range(len(self._links)), lambda _: StatusRequest(), answered.set_result)
+        try:
+            by_rank = answered.result(timeout_s)
+        except FutureTimeout as error:
+            raise PeerTimeout(f"not every one of {len(self._links)} ranks answered within {timeout_s:g} s") from error
+        statuses = [status for _, status in sorted(by_rank.items()) if isinstance(status, MapperStatus)]
+        if len(statuses) < len(self._links):
+            raise PeerLost(self._failure or "a rank is gone")
+        return statuses
+
+    def close(self) -> None:
+        """Say goodbye, and wait, bounded, until every rank has given its memory back. A second call does nothing."""
+        with self._turn():
+            if self._closing:
+                return
+            self._closing = True
+            for link in self._links:
+                self._transmit(link, Goodbye())
+            self._lose_all()
+            self._gone.wait_for(lambda: all(link.gone for link in self._links), _CLOSE_TIMEOUT_S)
+            self._end_waiting("the pool is closed")
+        self._loop.stop(_CLOSE_TIMEOUT_S)
+        for link in self._links:
+            link.close()
+
+    # ------------------------------------------------------------------ maps from credit
+
+    def _map_in_band(self, runs: tuple[tuple[int, int], ...], urgent: bool, future: Future[Outcome]) -> None:
+        need = classes_of(runs)
+        missing = tuple((pages, count - spare) for pages, count in need if (spare := self._spare(pages)) < count)
+        self._claimed.update(dict(need))
+
+        def grown(outcome: Outcome) -> None:
+            self._claimed.subtract(dict(need))
+            self._finish(future, self._promise(runs, urgent) if outcome.verdict is Verdict.DONE else self._with_credit(outcome, need))
+
+        if missing:
+            self._grow(missing, urgent, grown)
+        else:
+            grown(_DONE)
+
+    def _grow(self, missing: Classes, urgent: bool, then: Callable[[Outcome], None]) -> None:
+        """When it is refused, credit of other classes may be in the way: that goes first, and it is tried once more."""
+
+        def refused(outcome: Outcome) -> None:
+            wanted = {pages for pages, _ in missing}
+            others = tuple((pages, runs) for pages, runs in self._spare_credit() if pages not in wanted)
+            if outcome.verdict is Verdict.EXHAUSTED and others:
+                self._release(others, lambda _: self._begin(self._coordinator.grow_credit(missing, urgent), then))
+            else:
+                then(outcome)
+
+        self._begin(self._coordinator.grow_credit(missing, urgent), refused)
+
+    def _promise(self, runs: tuple[tuple[int, int], ...], urgent: bool) -> Outcome:
+        if not self._coordinator.promise(runs):
+            return Outcome(Verdict.BUSY, reason=self._failure or "a rank is too far behind with what it was told to map and unmap")
+        self._unsent.update(runs)
+        if not urgent:  # nobody's step waits for it: the ranks map it before one does
+            self._carry_out(self._coordinator.flush())
+        return _DONE
+
+    def _with_credit(self, outcome: Outcome, need: Classes) -> Outcome:
+        """A smaller wish could use what there is."""
+        if outcome.verdict is not Verdict.EXHAUSTED:
+            return outcome
+        spare_pages = sum(pages * max(0, self._spare(pages)) for pages, _ in need)
+        return replace(outcome, size_bytes=outcome.size_bytes + spare_pages * self._unit_bytes)
+
+    def _spare(self, run_pages: int) -> int:
+        return max(0, self._coordinator.credit(run_pages) - self._claimed[run_pages])
+
+    def _spare_credit(self) -> Classes:
+        return tuple((pages, spare) for pages, _ in self._coordinator.credits() if (spare := self._spare(pages)))
+
+    def _release(self, classes: Classes, then: Callable[[Outcome], None]) -> None:
+        if classes:
+            self._begin(self._coordinator.release_credit(classes), then)
+        else:
+            then(_DONE)
+
+    def _release_recalled(self) -> None:
+        """What is complete on every rank is credit now, and nobody has a claim on it."""
+        complete = self._coordinator.completed_everywhere
+        due = [item for item in self._recalled if item[0] <= complete]
+        self._recalled = [item for item in self._recalled if item[0] > complete]
+        for _, classes, future in due:
+            self._release(classes, lambda outcome, future=future: self._finish(future, outcome))  # type: ignore[misc]
+
+    def _flush_recalled(self) -> None:
+        """No step came for a while."""
+        with self._turn():
+            if self._recalled and not self._closing:
+                self._carry_out(self._coordinator.flush())
+
+    # ------------------------------------------------------------------ turns
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One event under the lock. What it ends is told afterwards without it."""
+        if os.getpid() != self._pid:
+            raise Misuse("this process was forked from the one that owns this pool; open a pool of its own")
+        with self._lock:
+            yield
+            self._lose_all()
+            deliveries, self._deliveries = self._deliveries, []
+        for deliver in deliveries:
+            deliver()
+
+    def _begin(self, asked: tuple[int, list[Effect]], then: Callable[[Outcome], None]) -> None:
+        tx, effects = asked
+        self._then[tx] = then
+        self._carry_out(effects)
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(rank, message):
+                    self._unsent.clear()  # every message carries the tail
+                    self._transmit(self._links[rank], message)
+                case Settle(tx, outcome):
+                    self._then.pop(tx)(outcome)
+                case Remind(tx, attempt, after_s):
+                    self._loop.after(after_s, lambda tx=tx, attempt=attempt: self._remind(tx, attempt))  # type: ignore[misc]
+                case Fail(reason):
+                    self._fail(reason)
+
+    def _remind(self, tx: int, attempt: int) -> None:
+        with self._turn():
+            if not self._closing:
+                self._carry_out(self._coordinator.reminded(tx, attempt))
+
+    def _transmit(self, link: Link, message: Message, number: int = 0) -> None:
+        if link.gone:
+            return
+        try:
+            link.send(message, number)
+            if link.has_waiting:
+                self._loop.watch_writing(link, wanted=True)
+        except PeerError as error:
+            self._lost.append((link, str(error)))
+
+    def _finish(self, future: Future[Outcome], outcome: Outcome) -> None:
+        self._deliveries.append(lambda: future.set_result(outcome))
+
+    def _ask(self, ranks: Sequence[int], make: Callable[[int], Message], then: Callable[[Answers], object]) -> None:
+        """Ask these ranks something outside the transactions, and go on when all have answered; None for those that are gone."""
+        asked = [rank for rank in ranks if not self._links[rank].gone]
+        number = self._inquiries.open(asked, {rank: None for rank in ranks}, then)
+        for rank in asked:
+            self._transmit(self._links[rank], make(rank), number)
+
+    def _ask_limits(self, limits: LimitsRequest, ranks: Sequence[int], then: Callable[[Answers], None]) -> None:
+        def share(rank: int) -> LimitsRequest:
+            limit_bytes, floor_bytes = self._to_rank(rank, limits.limit_bytes), self._to_rank(rank, limits.floor_bytes)
+            return replace(limits, limit_bytes=limit_bytes, floor_bytes=floor_bytes)
+
+        self._ask(ranks, share, then)
+
+    def _share(self, report: Report, rank: int) -> Report:
+        return Report(*(self._to_rank(rank, getattr(report, name)) for name in Report.__slots__))
+
+    def _to_rank(self, rank: int, size_bytes: int) -> int:
+        return -(-size_bytes * self._steps_bytes[rank] // self._unit_bytes)
+
+    def _to_owner(self, rank: int, outcome: Outcome) -> Outcome:
+        return replace(outcome, size_bytes=outcome.size_bytes * self._unit_bytes // self._steps_bytes[rank])
+
+    # ------------------------------------------------------------------ what comes from the ranks
+
+    def _ready(self, link: Link) -> None:
+        with self._turn():
+            if link.gone:
+                return
+            try:
+                if link.has_waiting:
+                    link.flush()
+                    self._loop.watch_writing(link, wanted=link.has_waiting)
+                for message, number in link.receive():
+                    self._received(link, message, number)
+            except PeerError as error:
+                self._lost.append((link, str(error)))
+
+    def _received(self, link: Link, message: Message, number: int) -> None:
+        if isinstance(message, Answer):
+            answer = replace(message, outcome=self._to_owner(link.rank, message.outcome))
+            self._carry_out(self._coordinator.answered(link.rank, answer))
+            self._release_recalled()
+        elif isinstance(message, Goodbye):
+            link.said_goodbye = True
+        else:
+            self._inquiries.answered(link.rank, number, message)
+
+    def _lose_all(self) -> None:
+        while self._lost:
+            self._lose(*self._lost.pop(0))
+
+    def _lose(self, link: Link, reason: str) -> None:
+        """The rank is gone. While closing that is what is waited for; else the whole pool fails."""
+        if link.gone:
+            return
+        link.gone = True
+        self._loop.forget(link)
+        self._gone.notify_all()
+        self._inquiries.lost(link.rank)
+        if not self._closing:
+            text = "its engine's worker has stopped" if link.said_goodbye else f"it is gone: {reason}"
+            self._carry_out(self._coordinator.lost(link.rank, text))
+
+    def _fail(self, reason: str) -> None:
+        self._failure = reason
+        orderly = any(link.said_goodbye for link in self._links)
+        _log.log(logging.INFO if orderly else logging.ERROR, "%s", reason)
+        self._end_waiting(reason)
+        if self._tell is not None:
+            tell = self._tell
+            self._deliveries.append(lambda: tell(reason))
+
+    def _end_waiting(self, reason: str) -> None:
+        """Every future ends."""
+        outcome = Outcome(Verdict.BROKEN, reason=reason)
+        for _, _, future in self._recalled:
+            self._finish(future, outcome)
+        self._recalled.clear()
+        while self._then:
+            self._then.popitem()[1](outcome)
+        for link in self._links:
+            self._inquiries.lost(link.rank)
