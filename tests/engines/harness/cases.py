@@ -32,6 +32,8 @@ class Case:
     async_scheduling: bool = False
     max_tokens: int = 24
     prompts: int = 1_000
+    limit_bytes: int = 0  # of a scenario that sets one
+    neighbour_bytes: int = 0  # of a scenario with another process on the second card
 
     @property
     def engine_options(self) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from harness.cases import Case
 from harness.engines import versions
+from harness.ranks import STOCK_WORKER
+from kvcached.units import MIB
 
 NO_CACHE = {"enable_prefix_caching": False}
 NO_RESERVE = {"KVCACHED_MIN_RESERVED_PAGES": "0", "KVCACHED_MAX_RESERVED_PAGES": "0"}
@@ -36,6 +38,41 @@ MORE_MEMORY = (
     Case("idle limit", "idle_limit", settings=SMALL_PAGES, prompts=48),
     Case("virtual", settings=SMALL_PAGES | {"KVCACHED_VIRTUAL": "48GiB"}, prompts=8),
     Case("real model", **REAL_MODEL),
+)
+# Several workers on two cores: one thread each, bound to nothing. Two host cards; pages of 16 blocks on every rank.
+WORKERS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+TWO_CARDS = {
+    "KVCACHED_CARD": "host:0,host:1",
+    "KVCACHED_HOST_GRANULARITY": "128KiB",
+    "KVCACHED_HOST_CAPACITY": "32MiB",
+    "KVCACHED_GPU_UTILIZATION": "1",
+}
+TENSOR = {"tensor_parallel_size": 2}
+PIPELINE = {"pipeline_parallel_size": 2}
+UNEVEN_STAGES = WORKERS | {"VLLM_PP_LAYER_PARTITION": "3,1"}
+RANKS_STOCK = (
+    Case("tensor", "served", options=TENSOR, settings=WORKERS, prompts=64),
+    Case("pipeline", "served", options=PIPELINE | {"worker_cls": STOCK_WORKER}, settings=UNEVEN_STAGES, prompts=64),
+)
+RANKS_ELASTIC = (
+    Case("pipeline", "served", options=PIPELINE, settings=UNEVEN_STAGES | TWO_CARDS, prompts=64, limit_bytes=21 * MIB // 2),
+    Case(
+        "tensor",
+        "served_until_a_worker_dies",
+        options=TENSOR,
+        settings=WORKERS | TWO_CARDS | NO_RESERVE,
+        async_scheduling=True,
+        prompts=64,
+        limit_bytes=7 * MIB,
+        neighbour_bytes=24 * MIB,
+    ),
+    Case(
+        "both, core killed",
+        "core_killed",
+        options=TENSOR | PIPELINE,
+        settings=WORKERS | {"KVCACHED_HOST_GRANULARITY": "128KiB", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        prompts=24,
+    ),
 )
 NEWEST = versions()[-1:]
 

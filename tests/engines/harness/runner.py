@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from harness import scenarios
+from harness import ranks, scenarios
 from harness.cases import Case
 
 
@@ -33,11 +33,12 @@ def run(case: Case, models: Path) -> dict[str, Any]:
     """A card of its own for each case: some differ in their cards' sizes."""
     begin = time.monotonic()
     settings = case.settings | {"KVCACHED_RUN_DIR": tempfile.mkdtemp(prefix="run", dir=Path.cwd())}
+    before = dict(os.environ)
     os.environ.update(settings)
     engine = None
     try:
         engine = scenarios.Engine(make_llm(case, models), case)
-        result = getattr(scenarios, case.scenario)(engine)
+        result = (getattr(scenarios, case.scenario, None) or getattr(ranks, case.scenario))(engine)
     except Exception:  # noqa: BLE001  # whatever it is, the test that asked for it shows it
         result = {"error": traceback.format_exc()}
     finally:
@@ -47,6 +48,7 @@ def run(case: Case, models: Path) -> dict[str, Any]:
         gc.collect()
         for name in settings:
             del os.environ[name]
+            os.environ.update({name: before[name]} if name in before else {})
     return {**result, "seconds": time.monotonic() - begin}
 
 

@@ -24,7 +24,8 @@ class Engine:
     def __init__(self, llm: Any, case: Case) -> None:
         self.llm = llm
         self.case = case
-        self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        core = getattr(llm.llm_engine.engine_core, "engine_core", None)  # None: in a process of its own
+        self.scheduler = None if core is None else core.scheduler
         self.memory = getattr(self.scheduler, "kvcached", None)
 
     def generate(self, prompts: list[Any], max_tokens: int | None = None) -> list[Any]:

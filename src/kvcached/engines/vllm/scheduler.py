@@ -41,7 +41,7 @@ class ElasticScheduler(_Scheduler):
         with self.kvcached.pool.lock:
             self.kvcached.begin_step()
             output = super().schedule(*args, **kwargs)
-            self.kvcached.steps.stamp(output)
+            self.kvcached.steps.stamp(output, self.kvcached.step_operations())
             return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

@@ -6,15 +6,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from kvcached import __version__
 from kvcached.engines.vllm.block_pool import ElasticBlockPool
 from kvcached.engines.vllm.cache_manager import ElasticKVCacheManager
 from kvcached.engines.vllm.chain import is_ours
+from kvcached.engines.vllm.greeting import greeting
 from kvcached.engines.vllm.identity import Identity
 from kvcached.engines.vllm.steps import Steps
 from kvcached.errors import EngineNotSupported
 from kvcached.ranks.group import RankGroup
-from kvcached.ranks.messages import Hello
 from kvcached.runtime.cards import rank_socket
 from kvcached.runtime.owner import Owner
 from kvcached.units import ceil_div, format_size
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from kvcached.config import Settings
     from kvcached.ranks.api import MapperPort
     from kvcached.ranks.facts import MapperFacts
+    from kvcached.ranks.operations import Op
     from kvcached.runtime.operations import PoolOperations
 
 _log = logging.getLogger("kvcached.vllm")
@@ -40,7 +40,9 @@ class SchedulerMemory:
         self._watermark = float(getattr(config.scheduler_config, "watermark", 0.0))
         self.steps = Steps()
         self._paused = False
-        self._owner = _start_owner(settings, scheduler)
+        port, facts = _connect(settings, config)
+        self._group = port if isinstance(port, RankGroup) else None
+        self._owner = _start_owner(settings, scheduler, port, facts)
         self.pool = self._owner.pool
         with self.pool.lock:
             ElasticBlockPool.adopt(scheduler.kv_cache_manager.block_pool, self.pool, self.steps)
@@ -67,6 +69,10 @@ class SchedulerMemory:
         self.steps.begin()
         if self._watermark:
             self._manager.watermark_blocks = int(self._watermark * self.pool.max_blocks())
+
+    def step_operations(self) -> tuple[Op, ...]:
+        """What every worker has to map before the step that was just made. A worker in this process has mapped it already."""
+        return () if self._group is None else self._group.step_ops()
 
     def finish_step(self, scheduler_output: Any) -> None:
         """The step's tokens are on the host: it has finished, and all before it."""
@@ -104,10 +110,9 @@ def end_with_error(scheduler: Any, outputs: Any, request_id: str, reason: str) -
     outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(answer)
 
 
-def _start_owner(settings: Settings, scheduler: Any) -> Owner:
+def _start_owner(settings: Settings, scheduler: Any, port: MapperPort, facts: MapperFacts) -> Owner:
     config = scheduler.vllm_config
     identity = Identity.of(settings, config)
-    port, facts = _connect(settings, config, identity)
     groups = scheduler.kv_cache_config.kv_cache_groups
     length = config.model_config.max_model_len
     owner = Owner(
@@ -125,12 +130,17 @@ def _start_owner(settings: Settings, scheduler: Any) -> Owner:
     return owner
 
 
-def _connect(settings: Settings, config: Any, identity: Identity) -> tuple[MapperPort, MapperFacts]:
-    """The worker's mapper: in this process, or at its socket."""
+def _connect(settings: Settings, config: Any) -> tuple[MapperPort, MapperFacts]:
+    """The worker's mapper in this process, or those of all workers at their sockets."""
+    identity = Identity.of(settings, config)
     local = getattr(config, "kvcached_mapper", None)
     if local is not None and local.mapper is not None:
         return local.mapper, local.mapper.facts
+    ranks = range(int(config.parallel_config.world_size))
     group = RankGroup(
-        [rank_socket(settings.run_dir, identity.instance, 0)], Hello(__version__, identity.instance, ""), timeout_s=settings.ipc_timeout_s
+        [rank_socket(settings.run_dir, identity.instance, rank) for rank in ranks],
+        greeting(identity.instance),
+        timeout_s=settings.ipc_timeout_s,
     )
+    group.begin_steps()
     return group, group.shared_facts

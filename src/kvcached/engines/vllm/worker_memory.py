@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvcached import __version__
 from kvcached.core.stages import Stage
 from kvcached.engines.vllm.agreement import Seat, agree, exchange, meeting_place
 from kvcached.engines.vllm.fence import fences_of
+from kvcached.engines.vllm.greeting import greeting
 from kvcached.engines.vllm.identity import Identity
 from kvcached.engines.vllm.occupancy import Occupancy
 from kvcached.engines.vllm.other_memory import OtherMemory
 from kvcached.engines.vllm.placement import Allocation, measure, place
-from kvcached.errors import EngineNotSupported, InvariantBroken
+from kvcached.errors import EngineNotSupported
 from kvcached.ranks.frames import hello_of_rank
-from kvcached.ranks.messages import Hello
 from kvcached.ranks.server import RankServer
 from kvcached.runtime.cards import OpenCard, rank_socket
 from kvcached.runtime.step_gate import StepGate
@@ -29,6 +28,7 @@ from kvcached.views.dlpack import DeviceType, DLPackView
 if TYPE_CHECKING:
     from kvcached.config import Settings
     from kvcached.core.geometry import BlockGeometry
+    from kvcached.ranks.operations import Op
     from kvcached.runtime.mapper import Mapper
     from kvcached.runtime.owner import Owner
     from kvcached.runtime.rank_memory import RankMemory
@@ -127,7 +127,7 @@ class WorkerMemory:
             rank_socket(self._settings.run_dir, instance, self._rank),
             memory,
             self._gate,
-            hello_of_rank(Hello(__version__, instance, memory.facts.to_text()), self._rank),
+            hello_of_rank(greeting(instance, memory.facts.to_text()), self._rank),
             on_owner_lost=self._owner_lost,
         )
         return memory
@@ -145,10 +145,10 @@ class WorkerMemory:
         )
         return torch.from_dlpack(view)
 
-    def apply(self, operations: tuple[Any, ...]) -> None:
+    def apply(self, operations: tuple[Op, ...]) -> None:
         """What the scheduler decided for the step that is about to run."""
-        if operations:
-            raise InvariantBroken(f"{len(operations)} operations came with a step, and this worker takes them from nobody")
+        if self._server is not None:
+            self._server.apply_step_ops(operations)
 
     def _owner_lost(self) -> None:
         """Without a scheduler no step will come. One may still run: its memory stays until it has ended."""
