@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions that are put around SGLang's, in the process of a scheduler. `seams.py` says which goes where, and why."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from kvcached.config import check_public_package, configure_logging, load_settings
+from kvcached.engines.sglang.identity import Identity
+from kvcached.engines.sglang.install import install_seams, is_installed
+from kvcached.engines.sglang.memory import EngineMemory, PoolMemory
+from kvcached.engines.sglang.seams import seams_of
+from kvcached.engines.sglang.support import require_features, require_pool, require_release
+from kvcached.engines.sglang.watch import SchedulerWatch
+from kvcached.engines.vllm.forgotten import close_when_forgotten
+from kvcached.errors import EngineNotSupported
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvcached.engines.sglang.seams import Version
+
+_log = logging.getLogger("kvcached.sglang")
+_SCHEDULER_MODULE: Final = "sglang.srt.managers.scheduler"
+# Attention backends whose kernels take the distance of slots from the tensors; shown by tests. Others get dense tensors.
+_TAKES_STRIDES: Final = frozenset({"torch_native", "triton"})
+
+
+def install() -> None:
+    """Wrap SGLang's functions, where there is a scheduler; a second call does nothing. Raises `EngineNotSupported`, `SettingError`.
+
+    A process that has not loaded the scheduler's module, a detokenizer or a router, holds no KV memory.
+    """
+    import sglang
+
+    check_public_package()
+    version = require_release(sglang.__version__)
+    if _SCHEDULER_MODULE not in sys.modules:
+        return
+    seams = seams_of(version)
+    if any(seam.hook and is_installed(seam) for seam in seams):
+        return
+    install_seams(seams, Adapter(version))
+
+
+class Adapter:
+    """Everything between SGLang and one scheduler's memory. A process has one scheduler."""
+
+    def __init__(self, version: Version) -> None:
+        self._version = version
+        self._memory: EngineMemory | None = None
+        self._watch: SchedulerWatch | None = None
+        self._server_args: Any = None
+
+    # ------------------------------------------------------------------ memory
+
+    def virtual_bytes(self, original: Callable[..., Any], holder: Any, *args: Any, **kwargs: Any) -> int:
+        return self._open(holder).virtual_bytes
+
+    def _open(self, holder: Any) -> EngineMemory:
+        """`holder`: what SGLang sizes its pools with; it knows the device."""
+        if self._server_args is None:
+            raise EngineNotSupported("SGLang sizes its KV pools outside a scheduler")
+        if self._memory is None:
+            settings = load_settings()
+            device = torch.device(holder.device)
+            if device.type == "cuda" and device.index is None:
+                device = torch.device("cuda", torch.cuda.current_device())
+            identity = Identity.of(settings, self._server_args.served_model_name or self._server_args.model_path)
+            self._memory = EngineMemory(settings, identity, device, interleaved=self._takes_strides())
+        return self._memory
+
+    def _takes_strides(self) -> bool:
+        args = self._server_args
+        names = {args.attention_backend, getattr(args, "prefill_attention_backend", None), getattr(args, "decode_attention_backend", None)}
+        return names - {None} <= _TAKES_STRIDES
+
+    @property
+    def memory(self) -> EngineMemory:
+        if self._memory is None:
+            raise EngineNotSupported("SGLang made KV memory before it asked for its size")
+        return self._memory
+
+    def create_mha_buffers(self, original: Callable[..., Any], kv_pool: Any) -> None:
+        require_pool(kv_pool)
+        rows = [(kv_pool.head_num, kv_pool.head_dim), (kv_pool.head_num, kv_pool.v_head_dim)] * kv_pool.layer_num
+        tensors = PoolMemory(self.memory, kv_pool, rows).tensors()
+        kv_pool.k_buffer, kv_pool.v_buffer = tensors[::2], tensors[1::2]
+
+    def create_mla_buffers(self, original: Callable[..., Any], kv_pool: Any) -> None:
+        require_pool(kv_pool)
+        kv_pool.kv_buffer = PoolMemory(self.memory, kv_pool, [(1, kv_pool.kv_cache_dim)] * kv_pool.layer_num).tensors()
+
+    def adopt_configured(self, original: Callable[..., Any], configurator: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(configurator, *args, **kwargs)
+        self._adopt(result.token_to_kv_pool_allocator, result.token_to_kv_pool, configurator.model_config.context_len)
+        return result
+
+    def _adopt(self, allocator: Any, kv_pool: Any, context_tokens: int) -> None:
+        from kvcached.engines.sglang.allocators import Adoption
+
+        Adoption.adopt(allocator, self.memory.part_of(kv_pool).start(context_tokens))
+
+    # ------------------------------------------------------------------ scheduler
+
+    def start(self, original: Callable[..., Any], scheduler: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
+        settings = load_settings()
+        configure_logging(settings)
+        require_features(server_args)
+        self._server_args = server_args
+        try:
+            original(scheduler, server_args, *args, **kwargs)
+            self._watch = SchedulerWatch(scheduler, self.memory, settings.max_cached_tokens)
+        except BaseException:
+            if self._memory is not None:
+                self._memory.close()
+            raise
+        close_when_forgotten(scheduler, self.memory.close)
+        _log.info("elastic: on, %s", "; ".join(part.describe() for part in self.memory.parts))
+
+    @property
+    def watch(self) -> SchedulerWatch:
+        if self._watch is None:
+            raise EngineNotSupported("SGLang's scheduler works before it is complete")
+        return self._watch
+
+    def locked(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.watch.locks():
+            return original(scheduler, *args, **kwargs)
+
+    def checked(self, original: Callable[..., Any], checker: Any) -> Any:
+        with self.watch.locks():
+            return original(checker)
+
+    def schedule(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.watch.locks():
+            plan = original(scheduler, *args, **kwargs)
+            if getattr(plan, "batch_to_run", plan) is None:
+                self.watch.end_hopeless()
+            return plan
+
+    def run_step(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        self.watch.begin_step()
+        return original(scheduler, *args, **kwargs)
+
+    def finish_step(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.watch.locks():
+            self.watch.finish_step()
+            result = original(scheduler, *args, **kwargs)
+            self.watch.tidy()
+            return result
+
+    def idle(self, original: Callable[..., Any], scheduler: Any) -> Any:
+        with self.watch.locks():
+            self.watch.finish_all()
+            self.watch.tidy()
+            return original(scheduler)
+
+    def sleep(self, original: Callable[..., Any], scheduler: Any) -> Any:
+        if scheduler.idle_sleeper is None:
+            return original(scheduler)
+        with self.watch.unlocked():
+            return original(scheduler)
+
+    def flush(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.watch.locks():
+            self.watch.finish_all()
+            done = original(scheduler, *args, **kwargs)
+        if done:
+            self.watch.rest()
+        return done
+
+    def require_room(self, original: Callable[..., Any], scheduler: Any, req: Any) -> Any:
+        result = original(scheduler, req)
+        with self.watch.locks():
+            self.watch.require_room(req)
+        return result

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the physical limit acts: SGLang asks before it admits or decodes, and gets a yes only with memory behind it.
+
+SGLang's own counts stay logical, so its leak checks hold; what of the logical room has no memory to be had is *withheld* at its gates.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from kvcached.units import ceil_div
+
+if TYPE_CHECKING:
+    from kvcached.engines.sglang.bank import PageBank
+
+_BACKOFF_S: Final = 0.02
+
+
+class Tree(Protocol):
+    """One side of SGLang's prefix tree, in slots."""
+
+    def evictable(self) -> int: ...
+
+    def evict(self, slots: int) -> int:
+        """Drop about so many of the coldest; returns how many. They come back through the allocator."""
+
+
+class NoTree:
+    """Before there is a tree, or without one."""
+
+    def evictable(self) -> int:
+        return 0
+
+    def evict(self, slots: int) -> int:
+        return 0
+
+
+class FullTree:
+    """The slots of full attention: all there are, but in a model with sliding windows."""
+
+    def __init__(self, tree: Any, *, beside_windows: bool = False) -> None:
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        self._tree = tree
+        self._params = EvictParams
+        self._size = tree.full_evictable_size if beside_windows else tree.evictable_size
+
+    def evictable(self) -> int:
+        return int(self._size())
+
+    def evict(self, slots: int) -> int:
+        return int(self._tree.evict(self._params(num_tokens=slots)).num_tokens_evicted)
+
+
+class WindowTree:
+    """The slots of sliding windows."""
+
+    def __init__(self, tree: Any) -> None:
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        self._tree = tree
+        self._params = EvictParams
+
+    def evictable(self) -> int:
+        return int(self._tree.swa_evictable_size())
+
+    def evict(self, slots: int) -> int:
+        return int(self._tree.evict(self._params(num_tokens=0, swa_num_tokens=slots)).swa_num_tokens_evicted)
+
+
+class Gate:
+    """The gate of one allocator. Call it with the pool's lock held."""
+
+    def __init__(self, bank: PageBank) -> None:
+        self.bank = bank
+        self.tree: Tree = NoTree()
+        self._refused_until_s = 0.0
+
+    def pages(self, slots: int) -> int:
+        return ceil_div(int(slots), self.bank.page_slots)
+
+    def secure(self, slots: int) -> bool:
+        """Whether so many slots can be taken now, after mapping pages and evicting from the tree if need be."""
+        pool, pages = self.bank.pool, self.pages(slots)
+        self.bank.settle()
+        missing = pages - pool.available()
+        if missing <= 0:
+            return True
+        can_evict = self.pages(self.tree.evictable()) >= missing
+        self._grow(missing, urgent=not can_evict)
+        while (missing := pages - pool.available()) > 0 and self.tree.evict(missing * self.bank.page_slots):
+            self.bank.settle(wait=True)
+        if missing > 0:
+            self.bank.settle(wait=True)
+        return pool.available() >= pages
+
+    def _grow(self, pages: int, *, urgent: bool) -> None:
+        """A card that has just refused is not asked again at once, unless requests would have to wait."""
+        now_s = time.monotonic()
+        if not urgent and now_s < self._refused_until_s:
+            return
+        if self.bank.pool.grow(pages, urgent=urgent) < pages:
+            self._refused_until_s = now_s + _BACKOFF_S
+
+    def withheld(self) -> int:
+        """Slots that SGLang counts as free and that no memory is to be had for, at the present limit."""
+        bank = self.bank
+        obtainable = bank.pool.obtainable() + bank.arriving_pages
+        return max(0, bank.free_slots - obtainable * bank.page_slots)
+
+    def reclaim(self, blocks: int) -> int:
+        """Give blocks of the tree back to the pool, for others. Returns how many."""
+        evicted = self.pages(self.tree.evict(blocks * self.bank.page_slots))
+        self.bank.settle(wait=True)
+        return evicted
+
+    def trim_cache(self, most_slots: int) -> None:
+        """Keep at most so many slots in the tree that no request holds; below 0 there is no bound."""
+        while most_slots >= 0 and (over := self.tree.evictable() - most_slots) > 0 and self.tree.evict(over):
+            pass

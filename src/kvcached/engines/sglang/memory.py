@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of one SGLang scheduler: its card, and for each KV pool an arena with the owner of its slots."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from kvcached.engines.sglang.bank import PageBank
+from kvcached.engines.sglang.gate import Gate
+from kvcached.engines.sglang.placement import Placement, page_floor_bytes, place
+from kvcached.engines.sglang.tree_pool import TreePool
+from kvcached.engines.vllm.fence import StreamFence
+from kvcached.errors import EngineNotSupported
+from kvcached.runtime.cards import OpenCard
+from kvcached.runtime.fence import Fence, NothingInFlight
+from kvcached.runtime.owner import Owner
+from kvcached.units import MIB, ceil_div, format_size
+from kvcached.views.dlpack import DeviceType, DLPackView
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvcached.card.entry import Entry
+    from kvcached.config import Settings
+    from kvcached.engines.sglang.identity import Identity
+    from kvcached.runtime.mapper import Mapper
+
+_log = logging.getLogger("kvcached.sglang")
+_BACKENDS: Final = {"cpu": "host", "cuda": "cuda"}
+_DEVICE_TYPES: Final = {"host": DeviceType.CPU, "cuda": DeviceType.CUDA, "hip": DeviceType.ROCM}
+_CONTEXT_BYTES: Final = 512 * MIB  # the driver's context, libraries and graphs: not in torch's own count
+
+
+class Streams:
+    """The streams on which an engine's work may read KV memory. They are made after the memory, so they are named later."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._named: tuple[Any, ...] = ()
+
+    def name(self, *streams: Any) -> None:
+        self._named = tuple(stream for stream in streams if isinstance(stream, torch.cuda.Stream))
+
+    def fence(self) -> Fence:
+        if self._device.type != "cuda":
+            return NothingInFlight()
+        return StreamFence(self._device, (torch.cuda.default_stream(self._device), *self._named))
+
+
+class EngineMemory:
+    """Opened when the engine asks for its capacity; closed when the engine ends."""
+
+    def __init__(self, settings: Settings, identity: Identity, device: torch.device, *, interleaved: bool) -> None:
+        self.settings = settings
+        self.identity = identity
+        self.device = device
+        self.interleaved = interleaved if settings.contiguous_layout is None else settings.contiguous_layout
+        self.streams = Streams(device)
+        self.parts: list[PoolMemory] = []
+        self.card = OpenCard.open(settings, _card_name(settings, device))
+        self._other: Entry | None = None
+        if device.type == "cuda":  # a host card holds KV memory only
+            measured_bytes = torch.cuda.max_memory_reserved(device) + _CONTEXT_BYTES
+            self._other = self.card.adopt_other(identity.instance, identity.name, measured_bytes)
+
+    @property
+    def virtual_bytes(self) -> int:
+        """The address range: the most that the KV cache can ever grow to."""
+        virtual = self.settings.virtual
+        return self.card.budget_bytes if virtual is None else virtual.of(self.card.device.info.total_bytes)
+
+    def part_of(self, kv_pool: Any) -> PoolMemory:
+        """The memory that was made for this KV pool. Raises `EngineNotSupported` where it got its memory in some other way."""
+        for part in self.parts:
+            if part.kv_pool is kv_pool:
+                return part
+        raise EngineNotSupported(f"SGLang's {type(kv_pool).__name__} got its memory in another way than this adapter knows")
+
+    def close(self) -> None:
+        """Give everything back. A second call does nothing."""
+        for part in self.parts:
+            part.close()
+        self.parts = []
+        if self._other is not None:
+            self._other.close()
+            self._other = None
+        self.card.close()
+
+
+class PoolMemory:
+    """One KV pool of SGLang's over an arena; `start` makes it the pool of an allocator."""
+
+    def __init__(self, engine: EngineMemory, kv_pool: Any, rows: Sequence[tuple[int, int]], part: str = "") -> None:
+        """`rows`: (heads, elements of a head) of each tensor, in the order in which `tensors` returns them.
+
+        Raises `GeometryError`, `PoolExhausted` (no room for the first page), `PeerRefused` (name in use).
+        """
+        self.kv_pool = kv_pool
+        self.engine = engine
+        self._rows = rows
+        self._dtype: torch.dtype = kv_pool.store_dtype
+        self.identity = engine.identity.part(part)
+        self.slots = kv_pool.size + kv_pool.page_size
+        blocks = ceil_div(self.slots, kv_pool.page_size)
+        self.placement: Placement = place(
+            [heads * size * self._dtype.itemsize for heads, size in rows],
+            page_slots=kv_pool.page_size,
+            blocks=blocks,
+            granularity_bytes=engine.card.device.info.granularity_bytes,
+            interleaved=engine.interleaved,
+            page_bytes_floor=page_floor_bytes(engine.settings.page_size_mb),
+        )
+        self.mapper: Mapper = engine.card.open_mapper(
+            self.placement.geometry,
+            instance=self.identity.instance,
+            name=self.identity.name,
+            fence=engine.streams.fence,
+            initial_pages=1,
+        )
+        engine.parts.append(self)
+        self.owner: Owner | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """One tensor `[slots, heads, size]` for each row."""
+        item = self._dtype.itemsize
+        info = self.engine.card.device.info
+        return [
+            torch.from_dlpack(
+                DLPackView(
+                    self.mapper.base_address + offset,
+                    (self.slots, heads, size),
+                    (self.placement.slot_bytes // item, size, 1),
+                    str(self._dtype).removeprefix("torch."),
+                    _DEVICE_TYPES[info.backend],
+                    0 if info.backend == "host" else info.ordinal,
+                    self.mapper,
+                )
+            )
+            for offset, (heads, size) in zip(self.placement.offsets_bytes, self._rows, strict=True)
+        ]
+
+    def start(self, longest_request_tokens: int) -> Gate:
+        """Make the pool of slots, with the padding page taken for ever."""
+        page_slots = self.kv_pool.page_size
+        self.owner = Owner(
+            self.engine.settings,
+            self.mapper,
+            self.mapper.facts,
+            instance=self.identity.instance,
+            name=self.identity.name,
+            block_tokens=page_slots,
+            longest_request_blocks=ceil_div(longest_request_tokens, page_slots) + 1,
+        )
+        pool = TreePool.adopt(self.owner.pool)
+        pool.take_ids([0])
+        pool.pin_page_of(0)
+        bank = PageBank(pool, page_slots, self.engine.device)
+        gate = Gate(bank)
+        pool.reclaim = gate.reclaim
+        self.owner.operations.longest_request_tokens = lambda: bank.most_slots
+        self.owner.start()
+        return gate
+
+    def describe(self) -> str:
+        """What a person wants to know of it at the start."""
+        geometry = self.placement.geometry
+        layout = "interleaved" if geometry.planes == 1 else "per layer"
+        limit = "" if self.owner is None else f", limit {format_size(self.owner.pool.limits.limit_bytes)}"
+        return (
+            f"{type(self.kv_pool).__name__}, page size {self.kv_pool.page_size}, layout {layout}, page {format_size(geometry.page_bytes)}, "
+            f"release step {format_size(geometry.release_step_bytes)}, range {format_size(geometry.range_bytes)}{limit}, "
+            f"instance {self.identity.instance}"
+        )
+
+    def close(self) -> None:
+        if self.owner is not None:
+            self.owner.close()
+            self.owner = None
+        self.mapper.close()
+
+
+def _card_name(settings: Settings, device: torch.device) -> str:
+    if settings.card != "auto":
+        return settings.card
+    backend = "hip" if device.type == "cuda" and torch.version.hip else _BACKENDS.get(device.type)
+    if backend is None:
+        raise EngineNotSupported(f"SGLang on a {device.type} device cannot be elastic")
+    return f"{backend}:{device.index or 0}"

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which SGLang, and which of its features, can be elastic. Everything else is refused by name before the engine serves."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from kvcached.engines.sglang.seams import FIRST, LAST, Version
+from kvcached.errors import EngineNotSupported
+
+_VERSION: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)")
+_OFF: Final = "; unset ENABLE_KVCACHED to run without elastic memory"
+# Argument of the server, the value that it may have, and what stands against others. An older release lacks some.
+_ARGUMENTS: Final[tuple[tuple[str, object, str], ...]] = (
+    ("disaggregation_mode", "null", "disaggregated prefill and decode register KV memory as a whole"),
+    ("enable_unified_memory", False, "unified memory cuts all pools from one buffer of its own"),
+    ("enable_hisparse", False, "HiSparse keeps reading slots that it has freed"),
+    ("enable_memory_saver", False, "the memory saver pauses and resumes KV memory as a whole; elastic memory needs no saver"),
+    ("enable_hierarchical_cache", False, "the hierarchical cache copies between layouts of its own"),
+    ("enable_lmcache", False, "LMCache registers KV memory as a whole"),
+    ("enable_unified_cache_external_linker", False, "an external cache linker registers KV memory as a whole"),
+    ("enable_kv_cache_sharding", False, "a KV cache that is sharded by pages has a layout of its own"),
+    ("enable_pdmux", False, "PD multiplexing runs prefill and decode on streams of its own"),
+    ("speculative_algorithm", None, "speculative decoding has a second KV pool on the same slots"),
+    ("tp_size", 1, "tensor parallel ranks must decide alike"),
+    ("pp_size", 1, "pipeline stages must decide alike"),
+    ("dp_size", 1, "data parallel schedulers share a name"),
+)
+
+
+def release_of(version: str) -> Version:
+    """The first three numbers of a version such as `0.5.23.post1`. Raises `EngineNotSupported` for text that is no version."""
+    match = _VERSION.match(version)
+    if match is None:
+        raise EngineNotSupported(f"SGLang says that its version is {version!r}, which is no release{_OFF}")
+    return int(match[1]), int(match[2]), int(match[3])
+
+
+def require_release(version: str) -> Version:
+    """Raises `EngineNotSupported` for a release outside the range that this adapter was made for."""
+    release = release_of(version)
+    if not FIRST <= release <= LAST:
+        first, last = (".".join(map(str, edge)) for edge in (FIRST, LAST))
+        raise EngineNotSupported(f"SGLang {version} is not supported: this release of kvcached-elastic knows {first} to {last}{_OFF}")
+    return release
+
+
+def require_features(server_args: Any) -> None:
+    """Raises `EngineNotSupported` when the engine was asked for something that cannot be elastic, saying what."""
+    for name, allowed, reason in _ARGUMENTS:
+        value = getattr(server_args, name, allowed)
+        if value != allowed and value is not None:
+            raise EngineNotSupported(f"{name}={value} cannot be elastic in this release: {reason}{_OFF}")
+
+
+def require_pool(kv_pool: Any) -> None:
+    """Raises `EngineNotSupported` for a pool whose memory does not come from the functions that are wrapped."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+    kind = type(kv_pool)
+    if kind not in (MHATokenToKVPool, MLATokenToKVPool):
+        raise EngineNotSupported(f"SGLang's {kind.__name__} cannot be elastic in this release{_OFF}")
+    layout = getattr(kv_pool, "kv_cache_layout", "nhd")
+    if layout != "nhd":
+        raise EngineNotSupported(f"the KV layout {layout} cannot be elastic in this release{_OFF}")
+    if getattr(kv_pool, "enable_custom_mem_pool", False):
+        raise EngineNotSupported(f"a custom memory pool for KV memory cannot be elastic{_OFF}")

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pool whose prefix cache is kept by the engine's own tree: the tree owns its blocks, and gives them up when the pool asks for pages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcached.runtime.pool import Pool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class TreePool(Pool):
+    """Made by `adopt`. `reclaim` evicts about so many blocks from the tree, with the lock held, and returns how many it gave."""
+
+    reclaim: Callable[[int], int]
+
+    @classmethod
+    def adopt(cls, pool: Pool) -> TreePool:
+        """Turn a pool that is not in use yet into one that asks a tree."""
+        pool.__class__ = cls
+        tree_pool: TreePool = pool  # type: ignore[assignment]  # its class was changed in the line above
+        tree_pool.reclaim = lambda blocks: 0
+        return tree_pool
+
+    def free_pages(self, pages: int) -> None:
+        """Evict from the tree until about `pages` more pages are empty, or it has nothing more to give."""
+        with self.lock:
+            wanted = self._empty_pages() + pages
+            while (missing := wanted - self._empty_pages()) > 0:
+                if not self.reclaim(missing * self.geometry.max_blocks_per_page):
+                    return
+
+    def _empty_pages(self) -> int:
+        return self.ledger.parked_pages + self.ledger.retired_pages

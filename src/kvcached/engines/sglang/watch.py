@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a running scheduler tells its memory: which step is under way, which has finished, when nothing is, and who can never be served."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from kvcached.engines.sglang.gate import FullTree
+from kvcached.errors import EngineNotSupported
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvcached.engines.sglang.gate import Gate
+    from kvcached.engines.sglang.memory import EngineMemory
+
+_log = logging.getLogger("kvcached.sglang")
+
+
+class SchedulerWatch:
+    """Made when the stock scheduler is complete. Raises `EngineNotSupported` when its allocator is not elastic."""
+
+    def __init__(self, scheduler: Any, memory: EngineMemory, max_cached_tokens: int) -> None:
+        self._scheduler = scheduler
+        self._memory = memory
+        self._max_cached_tokens = max_cached_tokens
+        self._begun = 0
+        self._finished = 0
+        self.gates: list[Gate] = _gates_of(scheduler)
+        self._pools = [gate.bank.pool for gate in self.gates]
+        with self.locks():
+            self.gates[0].tree = FullTree(scheduler.tree_cache)
+        memory.streams.name(getattr(scheduler, "forward_stream", None), getattr(scheduler, "schedule_stream", None))
+
+    @contextlib.contextmanager
+    def locks(self) -> Iterator[None]:
+        """Hold the lock of every pool: keeper and control endpoint act between two entry points of the scheduler."""
+        with contextlib.ExitStack() as stack:
+            for pool in self._pools:
+                stack.enter_context(pool.lock)
+            yield
+
+    @contextlib.contextmanager
+    def unlocked(self) -> Iterator[None]:
+        """Let go of the locks, which this thread holds once."""
+        for pool in reversed(self._pools):
+            pool.lock.release()
+        try:
+            yield
+        finally:
+            for pool in self._pools:
+                pool.lock.acquire()
+
+    # ------------------------------------------------------------------ steps
+
+    def begin_step(self) -> None:
+        """What is freed from now on may be read by this step."""
+        self._begun += 1
+        with self.locks():
+            for gate in self.gates:
+                gate.bank.marker = self._begun
+
+    def finish_step(self) -> None:
+        """The oldest step under way has its tokens on the host: it has finished."""
+        self._finished = min(self._finished + 1, self._begun)
+        self._advance()
+
+    def finish_all(self) -> None:
+        """Nothing is under way."""
+        self._finished = self._begun
+        self._advance()
+
+    def _advance(self) -> None:
+        for gate in self.gates:
+            gate.bank.pool.advance(self._finished)
+
+    def tidy(self) -> None:
+        """Count what has arrived, and keep the prefix cache within its bound."""
+        for gate in self.gates:
+            gate.bank.settle()
+        self.gates[0].trim_cache(self._max_cached_tokens)
+
+    def rest(self) -> None:
+        """The cache was flushed on an idle engine: what is empty leaves now."""
+        for part in self._memory.parts:
+            if part.owner is not None:
+                part.owner.keeper.tick()  # it would take the emptying of pages for work, and fill its reserve for more
+                part.owner.rest()
+
+    # ------------------------------------------------------------------ requests that can never be served
+
+    def require_room(self, req: Any) -> None:
+        """Turn away a prompt that the pool can never hold."""
+        reason = self._too_long(len(req.origin_input_ids))
+        if reason:
+            req.set_finish_with_abort(reason)
+
+    def _too_long(self, tokens: int) -> str:
+        bank = self.gates[0].bank
+        most = bank.most_slots - 1
+        if tokens <= most:
+            return ""
+        return (
+            f"the request needs {tokens} tokens of KV cache and the pool can hold {most} at most at its present limit; "
+            "raise its limit (kvctl limit, KVCACHED_LIMIT) or send a shorter request"
+        )
+
+    def end_hopeless(self) -> None:
+        """Nothing could be scheduled. Requests that wait for what can never be there end with an error; others wait for memory."""
+        scheduler = self._scheduler
+        for req in list(scheduler.waiting_queue):
+            reason = self._too_long(len(req.origin_input_ids) + len(req.output_ids))
+            if reason:
+                _end_waiting(scheduler, req, reason)
+        chunked = scheduler.chunked_req
+        if chunked is not None and self._too_long(len(chunked.origin_input_ids)):
+            _log.error("request %s: %s", chunked.rid, self._too_long(len(chunked.origin_input_ids)))
+            _abort(scheduler, chunked.rid)
+
+
+def _gates_of(scheduler: Any) -> list[Gate]:
+    allocator = scheduler.token_to_kv_pool_allocator
+    if not hasattr(allocator, "kvcached_gate"):
+        raise EngineNotSupported(f"the scheduler's {type(allocator).__name__} is not elastic: something replaced it")
+    return [allocator.kvcached_gate]
+
+
+def _end_waiting(scheduler: Any, req: Any, reason: str) -> None:
+    """Take a request out of the queue, and tell its client why."""
+    from sglang.srt.managers.io_struct import AbortReq
+
+    _log.error("request %s ended with an error: %s", req.rid, reason)
+    scheduler.waiting_queue.remove(req)
+    release = getattr(scheduler, "_release_aborted_request", None)
+    if release is not None:
+        release(req)
+    finished = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": reason}
+    answer = AbortReq(finished_reason=finished, rid=req.rid)
+    send = getattr(scheduler, "send_abort_output", None)
+    if send is not None:
+        send(answer, req)
+    else:
+        channels = getattr(scheduler, "ipc_channels", scheduler)
+        channels.send_to_tokenizer.send_output(answer, req)
+
+
+def _abort(scheduler: Any, rid: str) -> None:
+    from sglang.srt.managers.io_struct import AbortReq
+
+    scheduler.abort_request(AbortReq(rid=rid))

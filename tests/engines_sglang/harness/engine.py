@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real SGLang scheduler in this process, running its own event loop; requests are handed to it where it looks for new ones."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+ARGUMENTS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "dtype": "float32",
+    "load_format": "auto",
+    "skip_tokenizer_init": True,
+    "mem_fraction_static": 0.2,
+    "max_total_tokens": 4096,
+    "max_running_requests": 8,
+    "disable_cuda_graph": True,
+    "context_length": 1024,
+    "chunked_prefill_size": 128,
+    "page_size": 16,
+    "random_seed": 1,
+}
+
+
+IDLE_TURNS = 8
+
+
+class Finished(Exception):
+    """Leaves the event loop."""
+
+
+def import_engine() -> tuple[int, ...]:
+    """Load what a scheduler process loads, before any plugin runs. Returns the release."""
+    import sglang
+    import sglang.srt.managers.scheduler
+    import sglang.srt.server_args
+
+    return tuple(int(part) for part in re.findall(r"\d+", sglang.__version__)[:3])
+
+
+class Engine:
+    """Make one in a process."""
+
+    def __init__(self, release: tuple[int, ...], model: str, **arguments: Any) -> None:
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        load_plugins()
+        args = ServerArgs(model_path=model, **{**ARGUMENTS, **arguments})
+        if hasattr(args, "resolve_once"):
+            args.resolve_once()
+        ports = PortArgs.init_new(args)
+        self.release = release
+        self.scheduler = Scheduler(args, ports, *_publish(args, release))
+        self.requests: dict[str, Any] = {}
+        self.step = self.step_in_run = 0
+        self._inbox: list[Any] = []
+        self._idle_turns = 0
+        self._told: dict[str, str] = {}
+        self._on_step: Callable[[Engine], None] = lambda engine: None
+        self._take_over_input()
+
+    def _take_over_input(self) -> None:
+        holder = type(getattr(self.scheduler, "request_receiver", self.scheduler))
+        holder.recv_requests = lambda _, *args, **kwargs: self._receive(*args, **kwargs)
+        enqueue = type(self.scheduler)._add_request_to_queue
+
+        def note(scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+            self.requests[req.rid] = req
+            return enqueue(scheduler, req, *args, **kwargs)
+
+        type(self.scheduler)._add_request_to_queue = note
+        self._note_aborts()
+
+    def _receive(self, *_: Any, local_reqs: Sequence[Any] = (), **__: Any) -> list[Any]:
+        """What the event loop calls at the start of every turn."""
+        self.step += 1
+        self.step_in_run += 1
+        self._on_step(self)
+        arrived, self._inbox = [*self._inbox, *local_reqs], []
+        idle = not arrived and bool(self.requests) and self.scheduler.is_fully_idle()
+        self._idle_turns = self._idle_turns + 1 if idle else 0
+        if self._idle_turns > IDLE_TURNS:
+            raise Finished
+        return arrived
+
+    def send(self, name: str, tokens: Sequence[int], new_tokens: int) -> None:
+        """A request that the loop finds at its next turn."""
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
+        sampling.normalize(None)
+        ids = array("q", tokens) if self.release >= (0, 5, 21) else list(tokens)
+        self.put(
+            TokenizedGenerateReqInput(
+                rid=name,
+                input_text="",
+                input_ids=ids,
+                input_embeds=None,
+                mm_inputs=None,
+                token_type_ids=None,
+                sampling_params=sampling,
+                return_logprob=False,
+                logprob_start_len=-1,
+                top_logprobs_num=0,
+                token_ids_logprob=None,
+                stream=False,
+            )
+        )
+
+    def put(self, message: Any) -> None:
+        self._inbox.append(message)
+
+    def run(self, on_step: Callable[[Engine], None] | None = None) -> dict[str, list[int]]:
+        """Run the scheduler's own loop until nothing is left to do. Returns their new tokens."""
+        self._on_step = on_step or (lambda engine: None)
+        self.requests.clear()
+        self.step_in_run = 0
+        try:
+            self.scheduler.run_event_loop()
+        except Finished:
+            pass
+        return {name: list(req.output_ids) for name, req in sorted(self.requests.items())}
+
+    def _note_aborts(self) -> None:
+        """What is told to clients whose requests end outside the output stream."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        sender = type(getattr(self.scheduler, "ipc_channels", self.scheduler).send_to_tokenizer)
+        send = sender.send_output
+
+        def note(channel: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(output, AbortReq):
+                self._told[output.rid] = str(output.finished_reason)
+            return send(channel, output, *args, **kwargs)
+
+        sender.send_output = note
+
+    def reasons(self) -> dict[str, str]:
+        """Why each request ended."""
+        ended = {name: str(req.finished_reason.to_json()) for name, req in self.requests.items() if req.finished_reason}
+        return ended | self._told
+
+
+def _publish(args: Any, release: tuple[int, ...]) -> tuple[Any, ...]:
+    """Make the arguments known to the process as a scheduler's. Returns what its constructor takes besides."""
+    if release >= (0, 5, 22):
+        from sglang.srt.runtime_context import SpawnRanks, publish
+
+        publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+        return ()
+    return (0, 0, 0, 0, 0, 0, None)

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done with an engine. Each function gets the release and its case, and returns what was seen, for JSON."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from harness.engine import Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Release = tuple[int, ...]
+Case = dict[str, Any]
+
+
+def start(release: Release, case: Case) -> Engine:
+    if case.get("absorbed_mla"):
+        use_absorbed_mla()
+    return Engine(release, case["model"], **case["arguments"])
+
+
+def use_absorbed_mla() -> None:
+    """torch_native has no kernel for MLA's two-stage path; SGLang's other path needs none."""
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handler
+
+    handler.AttentionBackendRegistry.register("torch_native", lambda attention, batch: handler._dispatch_mla_subtype(attention, batch))
+
+
+def prompt(number: int, length: int) -> list[int]:
+    return [(7 * number + 3 * place + place * place % 11) % 250 + 1 for place in range(length)]
+
+
+def send_round(engine: Engine, case: Case, name: str) -> None:
+    """Prompts of several lengths, some longer than a chunk of prefill, two with a common beginning."""
+    count, step, new_tokens = case.get("prompts", 6), case.get("step", 41), case.get("new_tokens", 24)
+    for number in range(count):
+        engine.send(f"{name}{number}", prompt(number, 20 + step * number), new_tokens)
+    engine.send(f"{name}-again", [*prompt(count - 1, 20 + step * (count - 1)), 7, 8, 9], new_tokens)
+
+
+def pools_of(engine: Engine) -> list[Any]:
+    allocator = engine.scheduler.token_to_kv_pool_allocator
+    parts = [getattr(allocator, name, None) for name in ("full_attn_allocator", "swa_attn_allocator")]
+    parts = [part for part in parts if part is not None] or [allocator]
+    return [part.kvcached_bank for part in parts if hasattr(part, "kvcached_gate")]
+
+
+def tokens(release: Release, case: Case) -> dict[str, Any]:
+    """Two rounds of the same prompts, so that the second one finds prefixes; then a flush."""
+    engine = start(release, case)
+    banks = pools_of(engine)
+    peaks = [0] * len(banks)
+
+    def watch(_: Engine) -> None:
+        for place, bank in enumerate(banks):
+            peaks[place] = max(peaks[place], bank.pool.counts().owned_blocks)
+
+    send_round(engine, case, "a")
+    first = engine.run(watch)
+    send_round(engine, case, "b")
+    second = engine.run(watch)
+    seen: dict[str, Any] = {"tokens": first | second, "peaks": peaks, "strides": strides_of(engine)}
+    seen["hits"] = sum(int(getattr(req, "cached_tokens", 0)) for req in engine.requests.values())
+    return seen | after_flush(engine)
+
+
+def strides_of(engine: Engine) -> list[int]:
+    """Bytes from slot to slot in the first buffer, and bytes of its row."""
+    pool = engine.scheduler.token_to_kv_pool_allocator.get_kvcache()
+    pool = getattr(pool, "full_kv_pool", pool)
+    buffer = (getattr(pool, "k_buffer", None) or pool.kv_buffer)[0]
+    return [buffer.stride(0) * buffer.element_size(), buffer[0].numel() * buffer.element_size()]
+
+
+def after_flush(engine: Engine) -> dict[str, Any]:
+    banks = pools_of(engine)
+    flushed = engine.scheduler.flush_cache()
+    settle(lambda: all(bank.pool.counts().held_pages == 1 for bank in banks))
+    return {
+        "flushed": flushed,
+        "held_pages": [bank.pool.counts().held_pages for bank in banks],
+        "leased": [bank.pool.port_status(1.0).lease_bytes // bank.pool.geometry.release_step_bytes for bank in banks],
+        "problems": [problem for bank in banks for problem in bank.problems()],
+    }
+
+
+def settle(done: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def count_retractions(engine: Engine) -> list[int]:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    counted = [0]
+    retract = ScheduleBatch.retract_decode
+
+    def counting(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        result = retract(batch, *args, **kwargs)
+        counted[0] += len(result[0])
+        return result
+
+    ScheduleBatch.retract_decode = counting
+    return counted
+
+
+def squeeze(release: Release, case: Case) -> dict[str, Any]:
+    """The limit falls while requests run, to less than they hold together, and later rises again."""
+    engine = start(release, case)
+    retracted = count_retractions(engine)
+    (bank, *_) = pools_of(engine) or [None]
+    limits = {step: pages for step, pages in case["limits"]}
+    seen: list[list[int]] = []
+
+    def change(_: Engine) -> None:
+        if bank is not None and engine.step in limits:
+            from dataclasses import replace
+
+            pool = bank.pool
+            size_bytes = limits[engine.step] * pool.geometry.release_step_bytes
+            pool.set_limits(replace(pool.limits, limit_bytes=size_bytes, revision=pool.limits.revision + 1))
+        if bank is not None:
+            counts = bank.pool.counts()
+            seen.append([engine.step, counts.limit_pages, counts.held_pages])
+
+    send_round(engine, case, "a")
+    out = engine.run(change)
+    return {"tokens": out, "reasons": engine.reasons(), "retracted": retracted[0], "seen": seen} | after_flush(engine)
+
+
+def hopeless(release: Release, case: Case) -> dict[str, Any]:
+    """One prompt is longer than the limit; another becomes so while it waits. The rest is served."""
+    engine = start(release, case)
+    send_round(engine, case, "a")
+    engine.send("long", prompt(9, case["long"]), 8)
+    out = engine.run()
+    return {"tokens": out, "reasons": engine.reasons()} | after_flush(engine)
+
+
+def lowered(release: Release, case: Case) -> dict[str, Any]:
+    """A request waits behind another (of one at a time); then the limit falls below what it needs."""
+    from dataclasses import replace
+
+    engine = start(release, case)
+    (bank,) = pools_of(engine)
+    engine.send("running", prompt(1, 200), 40)
+
+    def change(_: Engine) -> None:
+        if engine.step == 4:
+            engine.send("waiting", prompt(2, 900), 8)
+        if engine.step == 12:
+            pool = bank.pool
+            pool.set_limits(replace(pool.limits, limit_bytes=case["pages"] * pool.geometry.release_step_bytes, revision=1))
+
+    out = engine.run(change)
+    return {"tokens": out, "reasons": engine.reasons()} | after_flush(engine)
+
+
+def cached(release: Release, case: Case) -> dict[str, Any]:
+    """How much of the prefix tree stays."""
+    engine = start(release, case)
+    send_round(engine, case, "a")
+    out = engine.run()
+    return {"tokens": out, "evictable": engine.scheduler.tree_cache.evictable_size()} | after_flush(engine)
+
+
+def asked(release: Release, case: Case) -> dict[str, Any]:
+    """While the engine idles in its loop, another thread evicts its cache, as the control endpoint does; then it serves again."""
+    engine = start(release, case)
+    (bank,) = pools_of(engine)
+    send_round(engine, case, "a")
+    first = engine.run()
+    owned = bank.pool.counts().owned_blocks
+    answer: dict[str, Any] = {}
+
+    def ask() -> None:
+        from kvcached.config import load_settings
+        from kvcached.runtime.control import ControlClient
+        from kvcached.runtime.endpoint import endpoint_path
+
+        settings = load_settings()
+        client = ControlClient(endpoint_path(settings.run_dir, settings.instance_name), 5.0)
+        answer["status"] = client.status().owned_bytes // bank.pool.geometry.block_stride_bytes
+        answer["evicted"] = client.evict(bank.pool.geometry.range_bytes).given_bytes
+        answer["trimmed"] = client.trim().given_bytes
+        answer["held"] = bank.pool.counts().held_pages
+        send_round(engine, case, "b")
+
+    asker = threading.Thread(target=ask)
+    engine.requests.clear()
+
+    def begin(_: Engine) -> None:
+        if engine.step_in_run == 5:
+            asker.start()
+
+    second = engine.run(begin)
+    asker.join()
+    return {"tokens": first | second, "owned": owned, "answer": answer} | after_flush(engine)
+
+
+def occupation(release: Release, case: Case) -> dict[str, Any]:
+    """SGLang's own way to give memory back and to take it again."""
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+
+    engine = start(release, case)
+    (bank,) = pools_of(engine)
+    send_round(engine, case, "a")
+    first = engine.run()
+    held: list[int] = []
+
+    def steps(_: Engine) -> None:
+        if engine.step_in_run == 2:
+            engine.put(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+        if engine.step_in_run == 5:
+            settle(lambda: bank.pool.counts().held_pages == 1)
+            held.append(bank.pool.counts().held_pages)
+            engine.put(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
+            send_round(engine, case, "b")
+
+    second = engine.run(steps)
+    return {"tokens": first | second, "held": held} | after_flush(engine)
+
+
+def refused(release: Release, case: Case) -> dict[str, Any]:
+    """The start fails, saying why."""
+    from kvcached.errors import KVCachedError
+
+    try:
+        start(release, case)
+    except (KVCachedError, SystemExit) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": ""}
