@@ -7,20 +7,19 @@ It promises only what every rank holds, and keeps the ranks the same: all of the
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from kvcached.ranks.api import Outcome, Verdict
+from kvcached.ranks.courses import COURSES, OPENING_PHASES, Transaction
 from kvcached.ranks.operations import Op, OpKind, Outbox
 from kvcached.ranks.transactions import (
     HISTORY,
     MAX_RUNS,
-    Abort,
     Acquire,
     Answer,
     Classes,
     Commit,
-    Ending,
     MapNow,
     Opening,
     Phase,
@@ -28,7 +27,6 @@ from kvcached.ranks.transactions import (
     Query,
     RankMessage,
     Release,
-    Revert,
     classes_of,
 )
 
@@ -75,48 +73,7 @@ class Fail:
 
 Effect = Send | Settle | Remind | Fail
 
-# ---------------------------------------------------------------------- the course of each kind of transaction
-
-
-@dataclass(frozen=True, slots=True)
-class _Course:
-    """`begun`: what a rank answers when the opening worked. `forward`: what all are sent when it worked on all, None: it is done then.
-    `back`: what all are sent when one failed, None: nothing can be undone."""
-
-    begun: Phase
-    forward: type[Ending] | None
-    back: type[Ending] | None
-
-
-_COURSES: Final[dict[type[Opening], _Course]] = {
-    Acquire: _Course(Phase.DONE, None, Revert),
-    MapNow: _Course(Phase.DONE, None, Revert),
-    Release: _Course(Phase.DONE, None, None),
-    Prepare: _Course(Phase.PREPARED, Commit, Abort),
-}
-_ENDS_IN: Final[dict[type[Ending], Phase]] = {Commit: Phase.COMMITTED, Abort: Phase.ABORTED, Revert: Phase.REVERTED}
-_OPENING_PHASES: Final = frozenset({Phase.RUNNING, Phase.DONE, Phase.PREPARED})
-"""Answers that a rank may have given before it heard of the end."""
 _SEVERITY: Final = (Verdict.BROKEN, Verdict.UNKNOWN, Verdict.REFUSED, Verdict.BUSY, Verdict.EXHAUSTED)
-
-
-@dataclass(slots=True)
-class _Transaction:
-    opening: Opening
-    course: _Course
-    ending: type[Ending] | None = None  # what the ranks have been sent after the opening
-    awaited: set[int] = field(default_factory=set)
-    failures: dict[int, Outcome] = field(default_factory=dict)  # by rank
-    released_bytes: list[int] = field(default_factory=list)
-    attempt: int = 0  # of the newest reminder
-    pause_s: float = FIRST_PAUSE_S
-
-    @property
-    def expected(self) -> Phase:
-        return self.course.begun if self.ending is None else _ENDS_IN[self.ending]
-
-    def message(self, ops: tuple[Op, ...]) -> RankMessage:
-        return replace(self.opening, ops=ops) if self.ending is None else self.ending(self.opening.tx, ops)
 
 
 class Coordinator:
@@ -131,7 +88,7 @@ class Coordinator:
         self._names = tuple(names)
         self._outbox = Outbox(ranks)
         self._credit: Counter[int] = Counter()  # handles by class that every rank holds and nobody was promised
-        self._under_way: dict[int, _Transaction] = {}  # oldest first
+        self._under_way: dict[int, Transaction] = {}  # oldest first
         self._newest_tx = 0
         self._ticket = 0
         self._flush_attempt = 0
@@ -149,6 +106,16 @@ class Coordinator:
     def completed_everywhere(self) -> int:
         """Operations up to this number are finished on every rank."""
         return self._outbox.completed_everywhere
+
+    @property
+    def newest_operation(self) -> int:
+        """The number of the operation that was decided last."""
+        return self._outbox.newest
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every transaction has ended and every operation is finished on every rank."""
+        return not self._under_way and not self._outbox.behind()
 
     def credit(self, run_pages: int) -> int:
         """Runs of so many pages that can be promised: every rank holds a handle for each."""
@@ -237,7 +204,7 @@ class Coordinator:
         refusal = self._refusal(runs)
         if refusal is not None:
             return opening.tx, [Settle(opening.tx, refusal)]
-        transaction = _Transaction(opening, _COURSES[type(opening)])
+        transaction = Transaction(opening, COURSES[type(opening)])
         self._under_way[opening.tx] = transaction
         return opening.tx, self._ask(transaction, range(self.ranks))
 
@@ -287,7 +254,7 @@ class Coordinator:
 
     # ------------------------------------------------------------------ one transaction
 
-    def _ask(self, transaction: _Transaction, ranks: Iterable[int]) -> list[Effect]:
+    def _ask(self, transaction: Transaction, ranks: Iterable[int]) -> list[Effect]:
         """Send what it is at now, and wait for all of them."""
         transaction.awaited = set(ranks)
         transaction.pause_s = FIRST_PAUSE_S
@@ -297,11 +264,11 @@ class Coordinator:
         message = transaction.message(self._outbox.tail())
         return [*(Send(rank, message) for rank in transaction.awaited), self._remind(transaction)]
 
-    def _remind(self, transaction: _Transaction) -> Remind:
+    def _remind(self, transaction: Transaction) -> Remind:
         transaction.attempt += 1
         return Remind(transaction.opening.tx, transaction.attempt, transaction.pause_s)
 
-    def _heard(self, transaction: _Transaction, rank: int, answer: Answer) -> list[Effect]:
+    def _heard(self, transaction: Transaction, rank: int, answer: Answer) -> list[Effect]:
         if answer.phase is Phase.UNHEARD:
             return [Send(rank, transaction.message(self._outbox.tail()))]
         if answer.phase is transaction.expected:
@@ -311,11 +278,11 @@ class Coordinator:
         if answer.phase is Phase.FAILED and transaction.ending is not Commit:
             transaction.failures[rank] = answer.outcome  # and it still has to say that it is back
             return []
-        if answer.phase in _OPENING_PHASES:
+        if answer.phase in OPENING_PHASES:
             return []  # said before it heard of the end
         return self._fail(rank, f"answered {answer.phase.name} where {transaction.expected.name} was due: {answer.outcome.reason}")
 
-    def _went_well(self, transaction: _Transaction, rank: int, outcome: Outcome) -> list[Effect]:
+    def _went_well(self, transaction: Transaction, rank: int, outcome: Outcome) -> list[Effect]:
         """The rank is where it should be, except for what `outcome` says of an end that did not work."""
         transaction.awaited.remove(rank)
         if outcome.verdict not in (Verdict.DONE, Verdict.UNKNOWN):
@@ -325,7 +292,7 @@ class Coordinator:
         transaction.released_bytes.append(outcome.size_bytes)
         return [] if transaction.awaited else self._move_on(transaction)
 
-    def _went_wrong(self, transaction: _Transaction, rank: int, outcome: Outcome) -> list[Effect]:
+    def _went_wrong(self, transaction: Transaction, rank: int, outcome: Outcome) -> list[Effect]:
         """One rank could not: all others go back, also those that have not been heard of."""
         transaction.awaited.remove(rank)
         transaction.failures[rank] = outcome
@@ -334,7 +301,7 @@ class Coordinator:
         transaction.ending = transaction.course.back
         return self._ask(transaction, (other for other in range(self.ranks) if other != rank))
 
-    def _move_on(self, transaction: _Transaction) -> list[Effect]:
+    def _move_on(self, transaction: Transaction) -> list[Effect]:
         if transaction.ending is None and transaction.course.forward is not None:
             transaction.ending = transaction.course.forward
             transaction.released_bytes.clear()
@@ -343,7 +310,7 @@ class Coordinator:
 
     # ------------------------------------------------------------------ how it ends
 
-    def _settle(self, transaction: _Transaction) -> list[Effect]:
+    def _settle(self, transaction: Transaction) -> list[Effect]:
         opening = transaction.opening
         rank, outcome = self._verdict(transaction)
         if outcome.verdict is Verdict.BROKEN or (outcome.verdict is Verdict.UNKNOWN and not outcome.pages):
@@ -356,7 +323,7 @@ class Coordinator:
             self._ticket = 0 if outcome.verdict is Verdict.DONE else min(tickets, default=self._ticket)
         return [Settle(opening.tx, outcome, rank)]
 
-    def _verdict(self, transaction: _Transaction) -> tuple[int, Outcome]:
+    def _verdict(self, transaction: Transaction) -> tuple[int, Outcome]:
         """The worst that a rank said, and which rank; of refusals, the tightest."""
         failures = transaction.failures
         if not failures:
@@ -366,7 +333,7 @@ class Coordinator:
             worst = replace(worst, pages=self._unknown_pages(transaction))
         return rank, replace(worst, reason=f"{self._name(rank)}: {worst.reason}")
 
-    def _unknown_pages(self, transaction: _Transaction) -> tuple[int, ...]:
+    def _unknown_pages(self, transaction: Transaction) -> tuple[int, ...]:
         """None when a rank cannot name them. Once a commit was sent, pages are gone on the other ranks: none may be taken for mapped."""
         opening, named = (
             transaction.opening,

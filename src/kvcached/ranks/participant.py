@@ -169,9 +169,9 @@ class Participant:
         """A message of the owner."""
         if self._orphaned:
             return []
-        effects = self._accept(message.ops)
         if self._broken is not None:
-            return [*effects, self._answer(message.tx, Phase.FAILED, self._broken)]
+            return [self._answer(message.tx, Phase.FAILED, self._broken)]
+        effects = self._accept(message.ops)
         if isinstance(message, Query):
             return effects + self._report(message.tx)
         if message.tx not in self._history and self._is_too_old(message.tx):
@@ -183,8 +183,8 @@ class Participant:
 
     def step_ops(self, ops: tuple[Op, ...]) -> list[Effect]:
         """The operations that a step brought. The step runs only when `maps_pending` is 0: another channel may have brought them before."""
-        if self._orphaned or self._broken is not None:
-            return []
+        if self._broken is not None:
+            return [self._answer(0, Phase.FAILED, self._broken)]
         effects = self._accept(ops)
         if ops and not effects:  # all of them old: the owner has not heard that they are applied
             self._told = (-1, -1)
@@ -193,8 +193,6 @@ class Participant:
     def performed(self, id: int, outcome: Outcome) -> list[Effect]:
         """The action of that effect has been performed."""
         deed = self._running.pop(id)
-        if self._orphaned:
-            return []
         if isinstance(deed, Op):
             return self._finish_op(deed, outcome)
         return self._finish_deed(deed, outcome) + self._acknowledge()
@@ -202,18 +200,21 @@ class Participant:
     def step_passed(self, id: int, ok: bool) -> list[Effect]:
         """An awaited step has passed, or did not in time: a Prepare gives up then, an operation waits again."""
         deed = self._running.pop(id, None)
-        if deed is None or self._orphaned:  # nobody waits for it any more
+        if deed is None:  # nobody waits for it any more
             return []
+        if self._broken is not None:
+            return [self._answer(0, Phase.FAILED, self._broken)]
         if isinstance(deed, Op):
             return [self._perform(UnmapKeep(deed.runs), deed) if ok else self._await(deed.after_step, deed)]
         entry = self._history[deed.tx]
         entry.waits_for = 0
-        if not ok:
+        if not ok or self._orphaned:
             return self._finish_deed(deed, Outcome(Verdict.BUSY, reason="work in flight did not pass the step in time"))
         return [self._perform(_LIVES[Prepare].begin(entry.opening), deed)]
 
     def owner_lost(self) -> list[Effect]:
-        """Nobody decides any more: nothing is begun from here on, and what is held stays held until the mapper is closed."""
+        """Nobody decides any more: no transaction goes on from here. Steps that are still queued have their operations all the same,
+        and what is held stays held until the mapper is closed."""
         self._orphaned = True
         return []
 
