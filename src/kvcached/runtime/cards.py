@@ -101,12 +101,12 @@ class OpenCard:
             page_bytes_floor=None if floor_mb is None else floor_mb * MIB,
         )
 
-    def lease_other(self, instance: str, name: str, size_bytes: int, timeout_s: float) -> Entry:
+    def lease_other(self, instance: str, name: str, size_bytes: int, timeout_s: float, rank: int = 0) -> Entry:
         """Lease memory that is not KV (weights, activations) before it is allocated; other pools are pressed for it.
 
         Raises `PoolExhausted` with both numbers when the card cannot grant it within `timeout_s`.
         """
-        entry = self.record.register(EntrySpec(Kind.OTHER, instance, name))
+        entry = self.record.register(EntrySpec(Kind.OTHER, instance, name, rank=rank))
         deadline = time.monotonic() + timeout_s
         while True:
             result = entry.lease(size_bytes, owned=True)
@@ -121,9 +121,9 @@ class OpenCard:
             if self._peers(instance).press(size_bytes - result.grantable_bytes, left_s) == 0:
                 time.sleep(min(_RETRY_S, left_s))
 
-    def adopt_other(self, instance: str, name: str, size_bytes: int) -> Entry:
+    def adopt_other(self, instance: str, name: str, size_bytes: int, rank: int = 0) -> Entry:
         """Count memory that is not KV and that this process has allocated already, whether or not the budget has room for it."""
-        return self.record.register(EntrySpec(Kind.OTHER, instance, name), adopt_lease_bytes=size_bytes)
+        return self.record.register(EntrySpec(Kind.OTHER, instance, name, rank=rank), adopt_lease_bytes=size_bytes)
 
     def open_mapper(
         self,

@@ -33,19 +33,20 @@ class OtherMemory:
         self._card = card
         self._identity = identity
         self._device = device
+        self._rank = rank
         self._memo = settings.run_dir / "other" / _fingerprint(vllm_config, rank)
         given = None if settings.other is None else settings.other.of(card.budget_bytes)
         expected_bytes = _remembered(self._memo) if given is None else given
         self._entry: Entry | None = None
         self._bytes = expected_bytes
         if expected_bytes:
-            self._entry = card.lease_other(identity.instance, identity.name, expected_bytes, settings.ipc_timeout_s)
+            self._entry = card.lease_other(identity.instance, identity.name, expected_bytes, settings.ipc_timeout_s, rank)
 
     def settle(self) -> None:
         """Everything but KV memory has been allocated at its peak: count that, and remember it for the next start."""
         measured_bytes = torch.cuda.max_memory_reserved(self._device) + _CONTEXT_BYTES
         if self._entry is None:
-            self._entry = self._card.adopt_other(self._identity.instance, self._identity.name, measured_bytes)
+            self._entry = self._card.adopt_other(self._identity.instance, self._identity.name, measured_bytes, self._rank)
         else:
             self._resize(self._entry, measured_bytes - self._entry.lease_bytes)
         _log.info("weights and activations: %s (expected %s)", format_size(measured_bytes), format_size(self._bytes))

@@ -39,6 +39,7 @@ class ElasticScheduler(_Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         with self.kvcached.pool.lock:
+            self.kvcached.require_working()
             self.kvcached.begin_step()
             output = super().schedule(*args, **kwargs)
             self.kvcached.steps.stamp(output, self.kvcached.step_operations())
@@ -46,6 +47,7 @@ class ElasticScheduler(_Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         with self.kvcached.pool.lock:
+            self.kvcached.require_working()
             self.kvcached.finish_step(scheduler_output)
             outputs = super().update_from_output(scheduler_output, model_runner_output)
             self.kvcached.end_hopeless(self, outputs)

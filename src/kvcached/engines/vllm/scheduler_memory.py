@@ -65,6 +65,11 @@ class SchedulerMemory:
             f"range {format_size(geometry.range_bytes)}, limit {format_size(self.pool.limits.limit_bytes)}, instance {self._owner.instance}"
         )
 
+    def require_working(self) -> None:
+        """Raises `StateUnknown`, which names the worker, when the memory of one is lost: what came of its step is worth nothing."""
+        if self.pool.failed is not None:
+            raise self.pool.failed
+
     def begin_step(self) -> None:
         self.steps.begin()
         if self._watermark:
