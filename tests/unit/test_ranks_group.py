@@ -193,6 +193,16 @@ def test_an_idle_engine_whose_rank_is_behind_keeps_all_pages_everywhere(crew):
     assert pair.mapped() == {0}
 
 
+def test_an_idle_engine_gives_what_its_ranks_were_told_of_back_in_two_phases(crew):
+    pair = crew(fence_timeout_s=0.05)
+    pair.group.begin_steps()
+    done(pair.group.map([(0, 1)], urgent=False))
+    eventually(lambda: pair.ranks[0].mapped_pages() == pair.ranks[1].mapped_pages() == {0})
+    pair.ranks[1].fence.open = False
+    assert pair.group.unmap([(0, 1)], 0).result(WAIT_S).verdict is Verdict.BUSY
+    assert pair.mapped() == {0}
+
+
 def test_credit_of_another_class_makes_room(crew):
     pair = crew(rooms=[4, 4])
     pair.group.begin_steps()

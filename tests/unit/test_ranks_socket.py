@@ -14,7 +14,7 @@ import pytest
 from kvcached.core.geometry import BlockGeometry
 from kvcached.errors import HandshakeMismatch, PeerLost, PeerRefused, PeerTimeout, StateUnknown
 from kvcached.ranks.actions import AcquireHandles, MapHeld, UnmapKeep
-from kvcached.ranks.api import MapperStatus, Outcome, Verdict
+from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report, Verdict
 from kvcached.ranks.frames import FrameReader, hello_of_rank
 from kvcached.ranks.group import RankGroup
 from kvcached.ranks.link import Link
@@ -266,6 +266,23 @@ def test_an_operation_that_never_came_stops_the_step(tmp_path, rank):
         rank.server.apply_step_ops((Op(2, OpKind.MAP, ((1, 1),)),))
 
 
+def test_a_step_of_an_owner_that_is_gone_does_not_run(tmp_path, rank):
+    group = connect(tmp_path)
+    group.close()
+    assert rank.owner_lost.wait(WAIT_S)
+    rank.server.apply_step_ops(())
+    with pytest.raises(StateUnknown, match="is gone"):
+        rank.server.apply_step_ops((Op(1, OpKind.MAP, ((1, 1),)),))
+
+
+def test_a_second_owner_is_told_that_there_is_a_first(tmp_path, rank):
+    group = connect(tmp_path)
+    with pytest.raises(PeerTimeout, match="another owner"):
+        connect(tmp_path, timeout_s=0.1)
+    assert group.map([(1, 1)], urgent=True).result(WAIT_S) == DONE
+    group.close()
+
+
 # ---------------------------------------------------------------------- how it ends
 
 
@@ -332,6 +349,30 @@ def test_a_running_driver_call_is_not_torn_down_but_reported(tmp_path, serve, ki
     assert server.close()
     assert not (tmp_path / "engine-0.sock").exists()
     assert lost == []
+    group.close()
+
+
+def test_after_close_every_call_ends(tmp_path, rank):
+    group = connect(tmp_path)
+    group.close()
+    for future in (group.map([(1, 1)], urgent=True), group.unmap([(1, 1)], 0), group.set_limits(LimitsRequest(1, 0, 1.0, 1))):
+        assert future.result(WAIT_S).verdict in (Verdict.BROKEN, Verdict.BUSY)
+    assert group.trim().result(WAIT_S).verdict is Verdict.DONE
+    group.report(Report())
+    with pytest.raises(PeerLost):
+        group.status(WAIT_S)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_mapper_with_a_bug_is_a_lost_rank(tmp_path, serve):
+    memory = Slow(UnmapKeep)
+    server, _ = serve(memory)
+    group = connect(tmp_path)
+    group.begin_steps()
+    assert group.map([(1, 1)], urgent=True).result(WAIT_S) == DONE
+    server.apply_step_ops(group.step_ops())
+    memory.begun.set = None  # the slow lane trips over it
+    assert group.unmap([(1, 1)], 0).result(WAIT_S).verdict is Verdict.BROKEN
     group.close()
 
 

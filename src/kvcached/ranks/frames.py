@@ -43,10 +43,10 @@ class FrameReader:
             self.fill()
 
     def fill(self) -> None:
-        """Take what has come. Raises `PeerLost` at the end, `BlockingIOError` when there is nothing on a socket that does not block."""
+        """Take what has come. Raises `PeerLost` at the end, `BlockingIOError` or `TimeoutError` (as the socket is set) if nothing comes."""
         try:
             chunk = self._connection.recv(_CHUNK_BYTES)
-        except BlockingIOError:
+        except (BlockingIOError, TimeoutError):
             raise
         except OSError as error:
             raise PeerLost(f"the connection broke: {error}") from error

@@ -40,6 +40,7 @@ _log = logging.getLogger("kvcached.ranks")
 _STEPPING_S: Final = 0.05
 """An engine whose last step message is younger takes steps: what can wait for the next one does."""
 _CLOSE_TIMEOUT_S: Final = 5.0
+_CLOSED: Final = "the pool is closed"
 _DONE: Final = Outcome(Verdict.DONE)
 
 
@@ -184,7 +185,9 @@ class RankGroup:
                 self._transmit(link, Goodbye())
             self._lose_all()
             self._gone.wait_for(lambda: all(link.gone for link in self._links), _CLOSE_TIMEOUT_S)
-            self._end_waiting("the pool is closed")
+            self._end_waiting(_CLOSED)
+            for link in self._links:
+                link.gone = True
         self._loop.stop(_CLOSE_TIMEOUT_S)
         for link in self._links:
             link.close()
@@ -274,6 +277,9 @@ class RankGroup:
             deliver()
 
     def _begin(self, asked: tuple[int, list[Effect]], then: Callable[[Outcome], None]) -> None:
+        if self._closing:
+            then(Outcome(Verdict.BROKEN, reason=_CLOSED))
+            return
         tx, effects = asked
         self._then[tx] = then
         self._carry_out(effects)

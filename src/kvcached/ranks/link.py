@@ -66,6 +66,8 @@ class Link:
         try:
             self._socket.sendall(encode(hello, 0))
             theirs, _ = self._reader.receive()
+        except TimeoutError as error:
+            raise PeerTimeout(f"the mapper at {self.path} did not answer the greeting in time; does it serve another owner?") from error
         except (OSError, PeerLost) as error:
             raise PeerLost(f"the mapper at {self.path} went away while it was greeted: {error}") from error
         if not isinstance(theirs, Hello):

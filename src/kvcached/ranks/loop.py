@@ -56,7 +56,7 @@ class Loop:
         with self._lock:
             heapq.heappush(self._timers, (when, next(self._order), call))
             must_wake = when < self._asleep_until
-        if must_wake:
+        if must_wake and not self._stopping:
             self._wake()
 
     def stop(self, timeout_s: float) -> None:

@@ -86,6 +86,7 @@ class RankServer:
         self._lock = threading.Lock()  # the participant and the lanes
         self._maps: deque[tuple[int, MapHeld]] = deque()
         self._mapping = 0
+        self._orphaned = False
         self._maps_done = threading.Condition(self._lock)
         self._fast: deque[tuple[int, Action]] = deque()  # for the reading thread
         self._slow: queue.SimpleQueue[Perform | AwaitStep | None] = queue.SimpleQueue()
@@ -104,9 +105,12 @@ class RankServer:
 
     def apply_step_ops(self, ops: tuple[Op, ...]) -> None:
         """Perform the maps that a step needs, before it runs; unmaps follow behind it. Also what another thread is mapping just
-        now is mapped when this returns. Raises `StateUnknown` when something that was promised could not be mapped."""
+        now is mapped when this returns. Raises `StateUnknown` when something that was promised could not be mapped, or the owner that
+        promised it is gone."""
         if ops:
             with self._lock:
+                if self._orphaned:
+                    raise StateUnknown(f"the owner of {self._path} is gone, and with it the pages that this step reads")
                 self._take(self._participant.step_ops(ops))
             self._run_maps()
             self._send_replies()
@@ -158,6 +162,13 @@ class RankServer:
             self._run_maps()
 
     def _run_slow_lane(self) -> None:
+        try:
+            self._work_slowly()
+        except BaseException:  # raised again: the owner must not wait for what nobody does any more
+            self._hang_up()
+            raise
+
+    def _work_slowly(self) -> None:
         while (effect := self._slow.get()) is not None and not self._stopping.is_set():
             if isinstance(effect, AwaitStep):
                 passed = self._gate.wait(effect.step, self._fence_timeout_s)
@@ -185,9 +196,14 @@ class RankServer:
             return
         try:
             connection.sendall(encode(message, number))
-        except OSError:  # part of a frame may have been sent: nothing more can follow it. The reading thread notices
+        except OSError:  # part of a frame may have been sent: nothing more can follow it
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """The reading thread notices."""
+        if self._connection is not None:
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+                self._connection.shutdown(socket.SHUT_RDWR)
 
     # ------------------------------------------------------------------ the reading thread
 
@@ -260,6 +276,7 @@ class RankServer:
     def _let_go(self) -> None:
         """The owner is gone. What was begun ends first: the slow lane, and what the engine has queued."""
         with self._lock:
+            self._orphaned = True
             self._participant.owner_lost()
         if self._stopping.is_set():
             return

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvcached.card.entry import LeaseResult
-    from kvcached.vmm.api import Arena
+    from kvcached.vmm.api import Arena, ArenaStats
 
 _log = logging.getLogger("kvcached.mapper")
 _HEARTBEAT_S: Final = 0.25
@@ -98,9 +98,9 @@ class HeldMemory:
         if self._closed:
             raise Misuse("this mapper is closed")
 
-    def held_bytes(self) -> int:
+    def held_bytes(self, stats: ArenaStats | None = None) -> int:
         """All bytes that the lease has to cover. The zero handle counts from the start, used or not."""
-        stats = self.arena.stats()
+        stats = stats or self.arena.stats()
         return stats.held_bytes - stats.zero_bytes + self._zero_bytes
 
     def missing_bytes(self, new_bytes: int) -> int:
@@ -127,13 +127,14 @@ class HeldMemory:
     def _account(self) -> None:
         """Lower the lease to what is held, and publish. A record that cannot be reached changes nothing about the memory: the lease
         stays too high until a heartbeat has found the record again."""
+        stats = self.arena.stats()
         try:
-            surplus = self._entry.lease_bytes - self.held_bytes()
+            surplus = self._entry.lease_bytes - self.held_bytes(stats)
             if surplus > 0:
                 self._entry.unlease(surplus)
         except PeerError as error:
             _log.warning("the lease could not be lowered: %s", error)
-        self._publish()
+        self._publish(stats)
 
     # ------------------------------------------------------------------ the card's record
 
@@ -155,7 +156,7 @@ class HeldMemory:
         with self.lock:
             self._report = report
             if not self._closed:
-                self._publish()
+                self._publish(self.arena.stats())
 
     def status(self) -> MapperStatus:
         """Raises `Misuse` after `close`."""
@@ -165,11 +166,11 @@ class HeldMemory:
             mapped_bytes=stats.mapped_bytes,
             cached_handle_bytes=stats.cached_bytes,
             quarantined_bytes=stats.quarantined_bytes,
-            held_bytes=self.held_bytes(),
+            held_bytes=self.held_bytes(stats),
         )
 
-    def _publish(self) -> None:
-        stats, report = self.arena.stats(), self._report
+    def _publish(self, stats: ArenaStats) -> None:
+        report = self._report
         usage = Usage(
             mapped_bytes=stats.mapped_bytes,
             prepared_bytes=stats.prepared_bytes,

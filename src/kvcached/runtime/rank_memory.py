@@ -111,7 +111,7 @@ class RankMemory:
     def _cover(self, classes: Classes, urgent: bool, ticket: int) -> Outcome | None:
         """Raise the lease for handles that are about to be made; the refusal, when it is not granted. Credit is the owner's: what
         another class has too much of stays."""
-        missing_bytes = self._held.missing_bytes(sum(pages * runs for pages, runs in classes) * self._held.page_bytes)
+        missing_bytes = self._held.missing_bytes(self._bytes_of(classes))
         if missing_bytes <= 0:
             return None
         if urgent:
@@ -121,6 +121,9 @@ class RankMemory:
         if result.granted:
             return None
         return Outcome(Verdict.EXHAUSTED, size_bytes=result.grantable_bytes, reason=result.reason, ticket=place)
+
+    def _bytes_of(self, classes: Classes) -> int:
+        return sum(pages * runs for pages, runs in classes) * self._held.page_bytes
 
     def _create(self, classes: Classes) -> None:
         """All of them or none; a few at a time, so that a map from credit gets its turn in between."""
@@ -199,9 +202,8 @@ class RankMemory:
         return DONE
 
     def _unmap_release(self, runs: PageRuns) -> Outcome:
-        before = self._held.held_bytes()
         self._arena.unmap(_runs(runs), keep=False)
-        return Outcome(Verdict.DONE, size_bytes=before - self._held.held_bytes())
+        return Outcome(Verdict.DONE, size_bytes=self._bytes_of(classes_of(runs)))
 
     def _prepare(self, tx: int, runs: PageRuns) -> Outcome:
         self._arena.prepare(tx, _runs(runs))
@@ -209,10 +211,8 @@ class RankMemory:
         return DONE
 
     def _commit(self, tx: int) -> Outcome:
-        before = self._held.held_bytes()
         self._arena.commit(tx, keep=False)
-        self._prepared.pop(tx, None)
-        return Outcome(Verdict.DONE, size_bytes=before - self._held.held_bytes())
+        return Outcome(Verdict.DONE, size_bytes=self._bytes_of(classes_of(self._prepared.pop(tx, ()))))
 
     def _abort(self, tx: int) -> Outcome:
         """The handles are there, so what fails may succeed the next time."""
