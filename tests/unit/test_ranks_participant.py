@@ -240,7 +240,7 @@ def test_a_map_of_a_step_is_performed_before_the_step_and_acknowledged_once(mapp
     assert (answer.tx, answer.applied, answer.completed) == (0, 2, 2)
 
 
-def test_operations_on_a_message_come_before_what_it_asks(mapper):
+def test_operations_on_a_message_come_with_what_it_asks(mapper):
     mapper.receive(Release(1, CLASSES, (Op(1, OpKind.MAP, RUNS),)))
     assert mapper.actions() == [MapHeld(RUNS), ReleaseHandles(CLASSES)]
 
@@ -267,6 +267,24 @@ def test_an_unmap_waits_as_long_as_it_takes(mapper):
         assert mapper.pass_step(ok=False) == 4
     mapper.pass_step()
     assert mapper.actions() == [UnmapKeep(RUNS)]
+
+
+def test_a_map_is_applied_when_it_is_performed(mapper):
+    """So its operation rides on every step until then, and no step misses it."""
+    mapper.step(Op(1, OpKind.MAP, RUNS)).receive(Query(7))
+    assert mapper.effects[-1].answer.applied == 0
+    mapper.perform()
+    assert mapper.effects[-1].answer.applied == 1
+
+
+def test_an_unmap_never_overtakes_a_map_that_came_before(mapper):
+    mapper.step(Op(1, OpKind.MAP, ((7, 1),))).receive(Prepare(1, RUNS, 0, (Op(2, OpKind.MAP, RUNS),)))
+    mapper.pass_step()
+    assert mapper.actions() == [MapHeld(((7, 1),)), MapHeld(RUNS)]
+    mapper.perform()
+    assert mapper.actions() == [MapHeld(RUNS)]
+    mapper.perform()
+    assert mapper.actions() == [PrepareRuns(1, RUNS)]
 
 
 def test_a_map_that_was_taken_back_is_complete_without_a_call(mapper):

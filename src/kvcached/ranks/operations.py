@@ -125,7 +125,8 @@ class Outbox:
 
 
 class Inbox:
-    """The mapper's end. `applied`: accepted up to here, in order; `completed`: all up to here are finished."""
+    """The mapper's end. `applied`: accepted up to here, in order (a map counts for the owner once it is performed); `completed`: all up
+    to here are finished."""
 
     def __init__(self) -> None:
         self.applied = 0

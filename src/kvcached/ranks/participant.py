@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mapper's side of every transaction, without I/O: events in, effects out. Pure.
 
-It decides what is performed, in which order, and once; whoever runs it performs the actions in the order of their effects.
+It decides what is performed, when, and once. Actions that it has asked for do not depend on each other: whoever runs it may perform
+them at the same time and in any order.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Perform:
-    """Perform the action after all before it, then say `performed(id, outcome)`."""
+    """Perform the action, then say `performed(id, outcome)`."""
 
     id: int
     action: Action
@@ -148,7 +149,8 @@ class Participant:
         self._newest_tx = 0
         self._running: dict[int, _Deed | Op] = {}
         self._newest_id = 0
-        self._maps_running = 0
+        self._mapping: set[int] = set()  # numbers of the maps that are being performed
+        self._deferred: list[_Deed | Op] = []  # unmaps of which the step has passed, until those maps are done
         self._told = (0, 0)
         self._broken: Outcome | None = None
         self._orphaned = False
@@ -161,7 +163,7 @@ class Participant:
     @property
     def maps_pending(self) -> int:
         """In-band maps that are not performed yet; no step may run before they are."""
-        return self._maps_running
+        return len(self._mapping)
 
     # ------------------------------------------------------------------ events
 
@@ -205,12 +207,11 @@ class Participant:
         if self._broken is not None:
             return [self._answer(0, Phase.FAILED, self._broken)]
         if isinstance(deed, Op):
-            return [self._perform(UnmapKeep(deed.runs), deed) if ok else self._await(deed.after_step, deed)]
-        entry = self._history[deed.tx]
-        entry.waits_for = 0
+            return self._unmap_in_turn(deed) if ok else [self._await(deed.after_step, deed)]
+        self._history[deed.tx].waits_for = 0
         if not ok or self._orphaned:
             return self._finish_deed(deed, Outcome(Verdict.BUSY, reason="work in flight did not pass the step in time"))
-        return [self._perform(_LIVES[Prepare].begin(entry.opening), deed)]
+        return self._unmap_in_turn(deed)
 
     def owner_lost(self) -> list[Effect]:
         """Nobody decides any more: no transaction goes on from here. Steps that are still queued have their operations all the same,
@@ -226,24 +227,38 @@ class Participant:
             if not op.runs:  # its map was taken back before anybody heard of it
                 self._inbox.finish(op.number)
             elif op.kind is OpKind.MAP:
-                self._maps_running += 1
+                self._mapping.add(op.number)
                 effects.append(self._perform(MapHeld(op.runs), op))
             else:
                 effects.append(self._await(op.after_step, op))
         return effects
 
     def _finish_op(self, op: Op, outcome: Outcome) -> list[Effect]:
-        self._maps_running -= op.kind is OpKind.MAP
+        self._mapping.discard(op.number)
         if outcome.verdict is not Verdict.DONE:
             reason = f"operation {op.number} ({op.kind.name}) was promised and failed: {outcome.verdict.name} {outcome.reason}"
             self._broken = self._broken or Outcome(Verdict.BROKEN, pages=outcome.pages, reason=reason)
             return [self._answer(0, Phase.FAILED, self._broken)]
         self._inbox.finish(op.number)
-        return self._acknowledge()
+        return self._unmap_deferred() + self._acknowledge()
+
+    def _unmap_in_turn(self, deed: _Deed | Op) -> list[Effect]:
+        """A run may be on its way out before its map, of another channel, has been performed."""
+        self._deferred.append(deed)
+        return self._unmap_deferred()
+
+    def _unmap_deferred(self) -> list[Effect]:
+        if self._mapping:
+            return []
+        deferred, self._deferred = self._deferred, []
+        return [self._perform(self._unmap_of(deed), deed) for deed in deferred]
+
+    def _unmap_of(self, deed: _Deed | Op) -> Action:
+        return UnmapKeep(deed.runs) if isinstance(deed, Op) else _LIVES[Prepare].begin(self._history[deed.tx].opening)
 
     def _acknowledge(self) -> list[Effect]:
         """Say what is applied and completed, once for all maps of a step."""
-        if self._maps_running or self._broken is not None or self._told == (self._inbox.applied, self._inbox.completed):
+        if self._mapping or self._broken is not None or self._told == self._progress():
             return []
         return [self._answer(0, Phase.DONE, _DONE)]
 
@@ -338,6 +353,10 @@ class Participant:
         self._running[self._newest_id] = deed
         return AwaitStep(self._newest_id, step)
 
+    def _progress(self) -> tuple[int, int]:
+        """(applied, completed). A map that is being performed is not applied: its operation keeps riding on every step."""
+        return min(self._mapping, default=self._inbox.applied + 1) - 1, self._inbox.completed
+
     def _answer(self, tx: int, phase: Phase, outcome: Outcome) -> Reply:
-        self._told = (self._inbox.applied, self._inbox.completed)
+        self._told = self._progress()
         return Reply(Answer(tx, phase, outcome, *self._told, outcome.ticket))

@@ -72,6 +72,8 @@ class Book:
         for run in runs:
             bad = not pages.isdisjoint(range(run[0], run[0] + run[1]))
             self.states[run] = State.QUARANTINED if bad else done if outcome.verdict is Verdict.DONE else otherwise
+            if self.states[run] is State.MAPPED and any(run in promised for promised in self.promised):
+                self.states[run] = State.PROMISED  # as it was before: covered, and not mapped by every rank yet
         self.quarantined |= pages
 
     # ------------------------------------------------------------------ invariants

@@ -41,12 +41,12 @@ class Step(NamedTuple):
 
 
 class Rank:
-    """A mapper's process: its state machine, its memory, its queue of actions and its stream of steps."""
+    """A mapper's process: its state machine, its memory, the actions it was asked for and its stream of steps."""
 
     def __init__(self, driver: Driver, participant: Participant) -> None:
         self.participant = participant
         self.driver = driver
-        self.actions: deque[Perform] = deque()
+        self.actions: dict[int, Perform] = {}
         self.steps: deque[Step] = deque()  # arrived, not on the stream yet
         self.started = False  # the first of them has had its operations taken
         self.finished_step = 0
@@ -202,12 +202,12 @@ class Cluster:
             at.steps.append(step)
             self._launch(rank, at)
 
-    def act(self, rank: int, fault: Fault | None = None) -> None:
-        """Perform the next action in the rank's queue."""
+    def act(self, rank: int, id: int, fault: Fault | None = None) -> None:
+        """Perform one of the actions that the rank was asked for; they may come in any order."""
         at = self.ranks[rank]
-        if not at.alive or not at.actions:
+        if not at.alive:
             return
-        effect = at.actions.popleft()
+        effect = at.actions.pop(id)
         at.driver.fault = fault
         outcome = at.driver.perform(effect.action, lambda runs: self.book.may_unmap(rank, runs, at.finished_step))
         self._check_maps(rank, effect.action, outcome)
@@ -252,8 +252,8 @@ class Cluster:
             if isinstance(effect, Reply):
                 self.out.append(Task("answer_arrives", rank, (effect.answer,)))
             elif isinstance(effect, Perform):
-                at.actions.append(effect)
-                self.out.append(Task("act", rank))
+                at.actions[effect.id] = effect
+                self.out.append(Task("act", rank, (effect.id,)))
             else:
                 at.waiting[effect.id] = effect.step
                 passed = effect.step <= at.finished_step
@@ -266,7 +266,7 @@ class Cluster:
             if not at.started:
                 at.started = True
                 self._follow(rank, at, at.participant.step_ops(step.ops))
-            if at.participant.maps_pending:
+            if step.ops and at.participant.maps_pending:
                 return
             for run in step.reads:
                 if run not in at.driver.mapped:
@@ -327,4 +327,4 @@ class Cluster:
             raise Broken("the owner still waits for something")
         for rank, at in enumerate(self.ranks):
             if at.actions or at.waiting or at.driver.aside:
-                raise Broken(f"rank {rank} has not ended what it began: {list(at.actions)} {at.waiting} {at.driver.aside}")
+                raise Broken(f"rank {rank} has not ended what it began: {at.actions} {at.waiting} {at.driver.aside}")

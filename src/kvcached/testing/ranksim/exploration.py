@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvcached.ranks.coordinator import Coordinator
 
-_IN_ORDER: Final = frozenset({"step_arrives", "step_finishes", "act"})  # on each rank
+_IN_ORDER: Final = frozenset({"step_arrives", "step_finishes"})  # on each rank
 _AT_OWNER: Final = frozenset({"answer_arrives", "remind", "lose"})
 _OUT_OF_BAND: Final = frozenset({"message_arrives", "answer_arrives"})
 
@@ -212,7 +212,7 @@ def _perform(state: _State, move: Move) -> None:
     if move.fault == "lose":
         return
     if isinstance(move.fault, Fault):
-        cluster.act(task.rank, move.fault)
+        cluster.act(task.rank, task.arguments[0], move.fault)  # type: ignore[arg-type]
     else:
         getattr(cluster, task.event)(task.rank, *task.arguments)
 

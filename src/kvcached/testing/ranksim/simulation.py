@@ -8,6 +8,7 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Final
 
+from kvcached.ranks.actions import AcquireHandles, MapHeld, ReleaseHandles, UnmapKeep
 from kvcached.testing.ranksim.book import State
 from kvcached.testing.ranksim.cluster import Cluster, Task
 from kvcached.testing.ranksim.driver import Broken, Fault, Run
@@ -15,6 +16,8 @@ from kvcached.testing.ranksim.driver import Broken, Fault, Run
 RUNS: Final[tuple[Run, ...]] = tuple((first, 1) for first in range(16)) + tuple((first, 4) for first in range(16, 48, 4))
 BUDGET_PAGES: Final = 44
 _FULL_CHECK_EVENTS: Final = 64
+_FATAL: Final = (AcquireHandles, ReleaseHandles, MapHeld, UnmapKeep)
+"""Of these nobody can say afterwards what there is: the pool fails."""
 _DRAIN_EVENTS: Final = 200_000
 
 
@@ -30,6 +33,7 @@ class Profile:
     undo_fails: float = 0.0
     breaks: float = 0.0
     slow_steps: float = 0.0
+    slow_calls: float = 0.0
     early_reminders: float = 0.0
     crash_at: int = 0
     crash_rank: int = 0
@@ -47,9 +51,10 @@ class Profile:
             repeat=chance(0.5, 0.2),
             late=chance(0.6, 0.3),
             fail=chance(0.6, 0.1),
-            undo_fails=chance(0.3, 0.01),
+            undo_fails=chance(0.3, 0.08),
             breaks=chance(0.1, 0.003),
             slow_steps=chance(0.3, 0.2),
+            slow_calls=chance(0.3, 0.3),
             early_reminders=chance(0.3, 0.5),
             crash_at=random.randrange(1, events) if crashes else 0,
             crash_rank=random.randrange(-1, ranks),
@@ -109,7 +114,7 @@ class Simulation:
         if task.event == "plan":
             self._plan()
         elif task.event == "act":
-            self.cluster.act(task.rank, self._draw_fault())
+            self._act(task)
         elif task.rank == -1:
             self.cluster.remind(-1, *task.arguments)  # type: ignore[arg-type]
         else:
@@ -144,7 +149,8 @@ class Simulation:
         self._at(self.now_s + (random() * 3.0 if random() < profile.late else 0.01 + random() * 0.01), task)
 
     def _soon(self, task: Task) -> None:
-        self._at(self.now_s + self.random.random() * 0.01, task)
+        slow = self.random.random() < self.profile.slow_calls
+        self._at(self.now_s + self.random.random() * (1.0 if slow else 0.01), task)
 
     def _after(self, task: Task) -> None:
         early = self.random.random() < self.profile.early_reminders
@@ -163,9 +169,15 @@ class Simulation:
 
     # ------------------------------------------------------------------ faults
 
+    def _act(self, task: Task) -> None:
+        id: int = task.arguments[0]  # type: ignore[assignment]
+        at = self.cluster.ranks[task.rank]
+        fault = self._draw_fault() if at.alive and not self._calm else None
+        if fault is Fault.UNDO_FAILS and isinstance(at.actions[id].action, _FATAL) and self.random.random() < 0.9:
+            fault = None  # or hardly any pool would live to see the rest
+        self.cluster.act(task.rank, id, fault)
+
     def _draw_fault(self) -> Fault | None:
-        if self._calm:
-            return None
         drawn, profile = self.random.random(), self.profile
         if drawn < profile.breaks:
             return Fault.BREAK
@@ -236,7 +248,7 @@ class Simulation:
         if self.random.random() < 0.1:
             self.cluster.drop_step()
             return
-        self.cluster.run_step(self._some(State.MAPPED, State.PROMISED, most=4))
+        self.cluster.run_step(self._some(State.PROMISED, most=4) + self._some(State.MAPPED, most=2))
 
     def _promise_only(self) -> None:
         self.cluster.promise(self._some(State.UNMAPPED, most=2))
