@@ -36,7 +36,7 @@ SHIMS = ROOT / "tests" / "engines_sglang" / "shims"
 TORCH = "torch==2.13.0"
 VERSIONS = ("0.5.23", "0.5.21", "0.5.17", "0.5.11")
 TRANSFORMERS = {(0, 5, 11): "5.6.0", (0, 5, 13): "5.8.1", (0, 5, 15): "5.12.1", (0, 5, 22): "5.19.0"}  # from this release on
-TOKENIZERS = "tokenizers==0.22.2"
+OLDER = ("tokenizers==0.22.2", "huggingface-hub>=1.5,<2")  # what transformers before 5.19 wants
 # SGLang's own list, less its kernels and what only other models than language models need, plus what it imports and does not list.
 PACKAGES = (
     *("transformers==5.19.0", "aiohttp", "fastapi", "uvicorn", "uvloop", "pyzmq", "psutil", "orjson", "msgspec", "pydantic"),
@@ -63,6 +63,7 @@ def main() -> int:
         *((f"SGLang {version}", partial(unpack, version)) for version in versions),
         ("kvcached and the shims in it", install_package),
         *((f"model {kind}", partial(make_model, kind)) for kind in KINDS),
+        ("model with a tokenizer", make_served_model),
     ]
     for number, (title, do) in enumerate(steps, start=1):
         with Step(f"sglang [{number}/{len(steps)}] {title}") as state:
@@ -94,7 +95,7 @@ def unpack(version: str) -> bool:
     scratch.mkdir(parents=True)
     number = tuple(int(part) for part in version.split(".")[:3])
     transformers = TRANSFORMERS[max(first for first in TRANSFORMERS if first <= number)]
-    older = (f"transformers=={transformers}", TOKENIZERS) if number < (0, 5, 22) else ()
+    older = (f"transformers=={transformers}", *OLDER) if number < (0, 5, 22) else ()
     pip("install", "--no-deps", "--target", str(scratch), f"sglang=={version}", *older)
     shutil.rmtree(target, ignore_errors=True)
     scratch.rename(target)
@@ -122,6 +123,15 @@ def make_model(kind: str) -> bool:
     if (folder / "config.json").exists():
         return False
     run(str(PYTHON), str(ROOT / "tests" / "engines_sglang" / "tiny_models.py"), kind, str(folder))
+    return True
+
+
+def make_served_model() -> bool:
+    """Make the model that is served as text. Returns False when it is there."""
+    folder = ROOT / ".cache" / "models" / "llama"
+    if (folder / "config.json").exists():
+        return False
+    run(str(PYTHON), "-m", "kvcached.testing.models", "llama", str(folder))
     return True
 
 

@@ -10,18 +10,22 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from kvcached.config import check_public_package, configure_logging, load_settings
+from kvcached.engines.sglang import admission
+from kvcached.engines.sglang.gate import Gates
 from kvcached.engines.sglang.identity import Identity
 from kvcached.engines.sglang.install import install_seams, is_installed
 from kvcached.engines.sglang.memory import EngineMemory, PoolMemory
 from kvcached.engines.sglang.seams import seams_of
 from kvcached.engines.sglang.support import require_features, require_pool, require_release
 from kvcached.engines.sglang.watch import SchedulerWatch
+from kvcached.engines.sglang.zeros import ZerosFromArena
 from kvcached.engines.vllm.forgotten import close_when_forgotten
 from kvcached.errors import EngineNotSupported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvcached.engines.sglang.gate import Gate
     from kvcached.engines.sglang.seams import Version
 
 _log = logging.getLogger("kvcached.sglang")
@@ -88,22 +92,54 @@ class Adapter:
     def create_mha_buffers(self, original: Callable[..., Any], kv_pool: Any) -> None:
         require_pool(kv_pool)
         rows = [(kv_pool.head_num, kv_pool.head_dim), (kv_pool.head_num, kv_pool.v_head_dim)] * kv_pool.layer_num
-        tensors = PoolMemory(self.memory, kv_pool, rows).tensors()
+        tensors = self._make_part(kv_pool, rows).tensors()
         kv_pool.k_buffer, kv_pool.v_buffer = tensors[::2], tensors[1::2]
+
+    def create_mha_buffers_and_rest(self, original: Callable[..., Any], kv_pool: Any) -> None:
+        """The original makes its buffers by `torch.zeros`, K of all layers and then V, and notes their addresses."""
+        require_pool(kv_pool)
+        rows = [(kv_pool.head_num, kv_pool.head_dim)] * kv_pool.layer_num + [(kv_pool.head_num, kv_pool.v_head_dim)] * kv_pool.layer_num
+        with ZerosFromArena(self._make_part(kv_pool, rows).tensors()) as zeros:
+            original(kv_pool)
+        zeros.require_answered()
+        kv_pool.data_strides = torch.tensor([cache.stride(0) * cache.element_size() for cache in (*kv_pool.k_buffer, *kv_pool.v_buffer)])
+
+    def _make_part(self, kv_pool: Any, rows: list[tuple[int, int]]) -> PoolMemory:
+        return PoolMemory(self.memory, kv_pool, rows, "window" if self.memory.parts else "")
 
     def create_mla_buffers(self, original: Callable[..., Any], kv_pool: Any) -> None:
         require_pool(kv_pool)
-        kv_pool.kv_buffer = PoolMemory(self.memory, kv_pool, [(1, kv_pool.kv_cache_dim)] * kv_pool.layer_num).tensors()
+        kv_pool.kv_buffer = self._make_part(kv_pool, [(1, kv_pool.kv_cache_dim)] * kv_pool.layer_num).tensors()
 
     def adopt_configured(self, original: Callable[..., Any], configurator: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(configurator, *args, **kwargs)
         self._adopt(result.token_to_kv_pool_allocator, result.token_to_kv_pool, configurator.model_config.context_len)
         return result
 
-    def _adopt(self, allocator: Any, kv_pool: Any, context_tokens: int) -> None:
-        from kvcached.engines.sglang.allocators import Adoption
+    def adopt_runner(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(runner, *args, **kwargs)
+        self._adopt(runner.token_to_kv_pool_allocator, runner.token_to_kv_pool, runner.model_config.context_len)
+        return result
 
-        Adoption.adopt(allocator, self.memory.part_of(kv_pool).start(context_tokens))
+    def _adopt(self, allocator: Any, kv_pool: Any, context_tokens: int) -> None:
+        from kvcached.engines.sglang.allocators import adopt
+        from kvcached.engines.sglang.window_allocator import adopt_windows
+
+        def gate_of(pool: Any) -> Gate:
+            return self.memory.part_of(pool).start(context_tokens)
+
+        if hasattr(allocator, "swa_attn_allocator"):
+            adopt_windows(allocator, gate_of)
+        else:
+            adopt(allocator, Gates(gate_of(kv_pool)))
+
+    # ------------------------------------------------------------------ admission
+
+    admit = staticmethod(admission.admit)
+    admit_chunk = staticmethod(admission.admit_chunk)
+    remaining_tokens = staticmethod(admission.remaining_tokens)
+    remaining_window_tokens = staticmethod(admission.remaining_window_tokens)
+    check_decode = staticmethod(admission.check_decode)
 
     # ------------------------------------------------------------------ scheduler
 

@@ -7,7 +7,7 @@ that nobody meets.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
@@ -17,7 +17,7 @@ from kvcached.errors import EngineNotSupported, PoolExhausted
 
 if TYPE_CHECKING:
     from kvcached.engines.sglang.bank import PageBank
-    from kvcached.engines.sglang.gate import Gate
+    from kvcached.engines.sglang.gate import Gates
 
     _Base = Any
 else:
@@ -27,12 +27,12 @@ else:
 class ElasticAllocator(_Base):
     """What both kinds share."""
 
-    kvcached_gate: Gate
+    kvcached_gates: Gates
     kvcached_group: list[tuple[torch.Tensor, bool]] | None = None
 
     @property
     def kvcached_bank(self) -> PageBank:
-        return self.kvcached_gate.bank
+        return self.kvcached_gates.full.bank
 
     def available_size(self) -> int:
         return self.kvcached_bank.free_slots
@@ -46,7 +46,7 @@ class ElasticAllocator(_Base):
         bank = self.kvcached_bank
         with bank.pool.lock:
             if bank.pool.available() < pages:
-                self.kvcached_gate.secure(pages * bank.page_slots)
+                self.kvcached_gates.full.secure(pages * bank.page_slots)
             try:
                 return bank.take(pages)
             except PoolExhausted:
@@ -99,11 +99,11 @@ class ElasticAllocator(_Base):
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> None:
         with self.kvcached_bank.pool.lock:
-            self.kvcached_gate.secure(num_tokens)
+            self.kvcached_gates.secure(num_tokens)
 
     def check_decode_capacity(self, *, num_tokens: int, **_: Any) -> bool:
         with self.kvcached_bank.pool.lock:
-            return self.kvcached_gate.secure(num_tokens)
+            return self.kvcached_gates.secure(num_tokens)
 
     def verify_byte_accounting(self) -> list[str]:
         with self.kvcached_bank.pool.lock:
@@ -187,21 +187,17 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):
         self.kvcached_give(page_ids, per_slot=False)
 
 
-class Adoption:
-    """Which class a stock allocator gets."""
+_CLASSES: Final[dict[type, type]] = {
+    TokenToKVPoolAllocator: ElasticTokenAllocator,
+    PagedTokenToKVPoolAllocator: ElasticPagedAllocator,
+}
 
-    classes: ClassVar[dict[type, type]] = {
-        TokenToKVPoolAllocator: ElasticTokenAllocator,
-        PagedTokenToKVPoolAllocator: ElasticPagedAllocator,
-    }
 
-    @classmethod
-    def adopt(cls, allocator: Any, gate: Gate) -> None:
-        """Turn a finished, unused allocator into an elastic one. Raises `EngineNotSupported` for a kind that cannot be."""
-        elastic = cls.classes.get(type(allocator))
-        if elastic is None:
-            raise EngineNotSupported(f"SGLang's {type(allocator).__name__} cannot be elastic")
-        empty = torch.empty(0, dtype=torch.int64, device=allocator.device)
-        allocator.free_pages = allocator.release_pages = empty
-        allocator.__class__ = elastic
-        allocator.kvcached_gate = gate
+def adopt(allocator: Any, gates: Gates) -> None:
+    """Turn a finished, unused allocator into an elastic one. Raises `EngineNotSupported` for a kind that cannot be."""
+    elastic = _CLASSES.get(type(allocator))
+    if elastic is None:
+        raise EngineNotSupported(f"SGLang's {type(allocator).__name__} cannot be elastic")
+    allocator.free_pages = allocator.release_pages = torch.empty(0, dtype=torch.int64, device=allocator.device)
+    allocator.__class__ = elastic
+    allocator.kvcached_gates = gates

@@ -119,3 +119,44 @@ class Gate:
         """Keep at most so many slots in the tree that no request holds; below 0 there is no bound."""
         while most_slots >= 0 and (over := self.tree.evictable() - most_slots) > 0 and self.tree.evict(over):
             pass
+
+
+class Gates:
+    """The gates of one SGLang allocator: of its slots, or of those of full attention and of sliding windows."""
+
+    def __init__(self, full: Gate, window: Gate | None = None) -> None:
+        self.full = full
+        self._window = window
+        self.all = (full,) if window is None else (full, window)
+        self.page_slots = full.bank.page_slots
+
+    @property
+    def window(self) -> Gate:
+        return self.full if self._window is None else self._window
+
+    def watch_tree(self, tree: Any) -> None:
+        """From here on the tree gives up what it can spare."""
+        self.full.tree = FullTree(tree, beside_windows=self._window is not None)
+        if self._window is not None:
+            self._window.tree = WindowTree(tree)
+
+    def can_evict(self) -> bool:
+        return any(gate.tree.evictable() for gate in self.all)
+
+    def secure(self, slots: int) -> bool:
+        """Whether so many slots of each kind can be taken now."""
+        return all([gate.secure(slots) for gate in self.all])
+
+    def secure_chunk(self, slots: int, reserved: int) -> int | None:
+        """As many slots of `slots` as can be had beside `reserved` ones, in whole pages where they are fewer; None for none."""
+        page = self.page_slots
+        if self.secure(reserved + self.full.pages(slots) * page + page):
+            return slots
+        ready = min(gate.bank.ready_slots for gate in self.all) - reserved - page
+        return ready // page * page if ready >= page else None
+
+
+def gates_of(allocator: Any) -> Gates | None:
+    """None for an allocator that is not elastic."""
+    gates: Gates | None = getattr(allocator, "kvcached_gates", None)
+    return gates

@@ -141,7 +141,15 @@ SEAMS: Final[tuple[Seam, ...]] = (
     ),
     Seam(f"{_ADDER}.rem_total_tokens", Kind.PROPERTY, "admission: less what has no memory", "remaining_tokens", last=(0, 5, 20)),
     Seam(f"{_ADDER}.cur_rem_tokens", Kind.PROPERTY, "admission: less what has no memory", "remaining_tokens", last=(0, 5, 20)),
-    Seam(f"{_ADDER}.add_one_req", Kind.WRAP, "admission: with memory behind it", "admit", ("req",), last=(0, 5, 20)),
+    Seam(
+        f"{_ADDER}.rem_swa_tokens",
+        Kind.PROPERTY,
+        "admission: less what has no memory, of sliding windows",
+        "remaining_window_tokens",
+        last=(0, 5, 20),
+    ),
+    Seam(f"{_ADDER}.add_one_req", Kind.WRAP, "admission: with memory behind it", "admit", ("req",)),
+    Seam(f"{_ADDER}._lock_node", Kind.CALL, "keeps a prefix that a request found", parameters=("last_node",)),
     Seam(f"{_ADDER}.add_chunked_req", Kind.WRAP, "admission: with memory behind it", "admit_chunk", ("req",), last=(0, 5, 20)),
     Seam(
         "managers.schedule_batch:ScheduleBatch.check_decode_mem",

@@ -8,13 +8,12 @@ import logging
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from kvcached.engines.sglang.gate import FullTree
+from kvcached.engines.sglang.gate import gates_of
 from kvcached.errors import EngineNotSupported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvcached.engines.sglang.gate import Gate
     from kvcached.engines.sglang.memory import EngineMemory
 
 _log = logging.getLogger("kvcached.sglang")
@@ -29,10 +28,13 @@ class SchedulerWatch:
         self._max_cached_tokens = max_cached_tokens
         self._begun = 0
         self._finished = 0
-        self.gates: list[Gate] = _gates_of(scheduler)
+        gates = gates_of(scheduler.token_to_kv_pool_allocator)
+        if gates is None:
+            raise EngineNotSupported(f"{type(scheduler.token_to_kv_pool_allocator).__name__} is not elastic: something replaced it")
+        self.gates = gates.all
         self._pools = [gate.bank.pool for gate in self.gates]
         with self.locks():
-            self.gates[0].tree = FullTree(scheduler.tree_cache)
+            gates.watch_tree(scheduler.tree_cache)
         memory.streams.name(getattr(scheduler, "forward_stream", None), getattr(scheduler, "schedule_stream", None))
 
     @contextlib.contextmanager
@@ -119,13 +121,6 @@ class SchedulerWatch:
         if chunked is not None and self._too_long(len(chunked.origin_input_ids)):
             _log.error("request %s: %s", chunked.rid, self._too_long(len(chunked.origin_input_ids)))
             _abort(scheduler, chunked.rid)
-
-
-def _gates_of(scheduler: Any) -> list[Gate]:
-    allocator = scheduler.token_to_kv_pool_allocator
-    if not hasattr(allocator, "kvcached_gate"):
-        raise EngineNotSupported(f"the scheduler's {type(allocator).__name__} is not elastic: something replaced it")
-    return [allocator.kvcached_gate]
 
 
 def _end_waiting(scheduler: Any, req: Any, reason: str) -> None:

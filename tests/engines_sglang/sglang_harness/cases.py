@@ -33,6 +33,13 @@ ELASTIC = {
 }
 
 
+def environment(version: str, more: dict[str, str]) -> dict[str, str]:
+    """For a process that runs this release."""
+    path = os.pathsep.join([str(ROOT / ".cache" / "engines" / f"sglang-{version}"), str(HERE)])
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVCACHED_", "ENABLE_KVCACHED", "SGLANG_"))}
+    return {**kept, **ENVIRONMENT, **more, "PYTHONPATH": path}
+
+
 @dataclass(frozen=True)
 class Case:
     """One engine from start to end. `also` is for the scenario, which reads it by its keys."""
@@ -76,11 +83,9 @@ class Batch:
     def _ran(self) -> str:
         listed = self._folder / "cases.json"
         listed.write_text(json.dumps([case.to_json(self._folder / f"{case.name}.run") for case in self._cases]))
-        path = os.pathsep.join([str(ROOT / ".cache" / "engines" / f"sglang-{self._version}"), str(HERE)])
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVCACHED_", "ENABLE_KVCACHED", "SGLANG_"))}
         done = subprocess.run(
-            [str(PYTHON), "-m", "harness.runner", str(listed), str(self._folder)],
-            env={**kept, **ENVIRONMENT, **self._environment, "PYTHONPATH": path},
+            [str(PYTHON), "-m", "sglang_harness.runner", str(listed), str(self._folder)],
+            env=environment(self._version, self._environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs cases on one SGLang release: `python -m harness.runner CASES.json FOLDER`, with the release first on PYTHONPATH.
+"""Runs cases on one SGLang release: `python -m sglang_harness.runner CASES.json FOLDER`, with the release first on PYTHONPATH.
 
 The engine is imported once; each case runs in a fork of that process, with its own environment, and leaves FOLDER/NAME.json and
 FOLDER/NAME.log behind.
@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from harness.engine import import_engine
+from sglang_harness.engine import import_engine
 
 
 def main(cases_file: str, folder: str) -> None:
@@ -52,7 +52,7 @@ def run(case: dict[str, Any], release: tuple[int, ...], folder: Path) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.environ.update(case["environment"])
-    from harness import scenarios
+    from sglang_harness import scenarios
 
     result = getattr(scenarios, case["scenario"])(release, case)
     (folder / f"{case['name']}.json").write_text(json.dumps(result))

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from harness.engine import Engine
+from sglang_harness.engine import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ def pools_of(engine: Engine) -> list[Any]:
     allocator = engine.scheduler.token_to_kv_pool_allocator
     parts = [getattr(allocator, name, None) for name in ("full_attn_allocator", "swa_attn_allocator")]
     parts = [part for part in parts if part is not None] or [allocator]
-    return [part.kvcached_bank for part in parts if hasattr(part, "kvcached_gate")]
+    return [part.kvcached_bank for part in parts if hasattr(part, "kvcached_gates")]
 
 
 def tokens(release: Release, case: Case) -> dict[str, Any]:
@@ -234,3 +234,58 @@ def refused(release: Release, case: Case) -> dict[str, Any]:
     except (KVCachedError, SystemExit) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {"error": ""}
+
+
+def books(release: Release, case: Case) -> dict[str, Any]:
+    """A page bank in random use, with ids that come back late, against sets."""
+    import random
+
+    import torch
+
+    from kvcached.engines.sglang.bank import PageBank
+    from kvcached.errors import InvariantBroken, PoolExhausted
+    from kvcached.runtime.api import open_card
+    from kvcached.runtime.pool import must_be_consistent
+
+    draw = random.Random(1)
+    with open_card("host:0") as card, card.open_pool("books", block_bytes=4096, blocks=257, limit="512KiB") as elastic:
+        pool = elastic._pool
+        pool.take_ids([0])
+        pool.pin_page_of(0)
+        bank = PageBank(pool, 16, torch.device("cpu"))
+        mine: list[int] = []
+        misses = 0
+        for _ in range(2000):
+            if draw.random() < 0.5:
+                count = draw.randrange(1, 40)
+                try:
+                    ids = bank.take(count).tolist()
+                except PoolExhausted:
+                    misses += 1
+                    continue
+                assert len(set(ids)) == count
+                assert not set(ids) & {0, *mine}
+                mine += ids
+            elif mine:
+                draw.shuffle(mine)
+                cut = draw.randrange(1, len(mine) + 1)
+                given, mine = mine[:cut], mine[cut:]
+                slots = torch.tensor([page * 16 + draw.randrange(16) for page in given for _ in range(2)])
+                if draw.random() < 0.3:
+                    bank.give_pages_of(slots)
+                else:
+                    bank.give(torch.tensor(given))
+            assert bank.free_slots == (256 - len(mine)) * 16
+            assert set(bank.free_ids().tolist()) == set(range(1, 257)) - set(mine)
+            assert bank.problems() == []
+        must_be_consistent(pool)
+        assert misses > 10
+        try:
+            bank.give(torch.tensor([(set(range(1, 257)) - set(mine)).pop()]))
+        except InvariantBroken:
+            bank.out_pages += 1
+            bank.arriving_pages = 0
+        else:
+            raise AssertionError("a page was given back twice")
+        bank.clear()
+        return {"steps": 2000, "owned": pool.counts().owned_blocks}

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Around SGLang's `PrefillAdder`: who is let in has memory behind the prefill, mapped already."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from kvcached.engines.sglang.gate import gates_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvcached.engines.sglang.gate import Gates
+
+
+def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """The prefix that the request found must not be evicted for it, so it is locked before memory is made for the rest."""
+    gates = gates_of(adder.token_to_kv_pool_allocator)
+    if gates is None:
+        return original(adder, req, *args, **kwargs)
+    with adder._lock_node(req.last_node) if gates.can_evict() else contextlib.nullcontext():
+        if _is_parked(adder) or not gates.secure(_reserved(adder) + _paged(gates, _chunk_of(adder, _extend_tokens(req)))):
+            return _no_token()
+        return original(adder, req, *args, **kwargs)
+
+
+def admit_chunk(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+    """A prefill under way goes on with what there is; where that is nothing it is parked, and nobody is let in before it."""
+    gates = gates_of(adder.token_to_kv_pool_allocator)
+    if gates is None:
+        return original(adder, req)
+    tokens = gates.secure_chunk(_chunk_of(adder, _extend_tokens(req)), _reserved(adder))
+    if tokens is None:
+        adder.kvcached_parked = True
+        if not hasattr(req, "set_extend_range"):  # these releases cache what they take for computed
+            req.fill_ids = req.fill_ids[: len(req.prefix_indices)]
+            req.set_extend_input_len(0)
+        return req
+    if adder.rem_chunk_tokens is not None:
+        adder.rem_chunk_tokens = min(adder.rem_chunk_tokens, tokens)
+    return original(adder, req)
+
+
+def remaining_tokens(original: Callable[..., Any], adder: Any) -> Any:
+    """Growth by decoding is promised up to the limit, but to a request that would be alone: waiting would not help it."""
+    gates = gates_of(adder.token_to_kv_pool_allocator)
+    counted = original(adder)
+    return counted if gates is None or adder.rem_total_token_offset == 0 else counted - gates.full.withheld()
+
+
+def remaining_window_tokens(original: Callable[..., Any], adder: Any) -> Any:
+    gates = gates_of(adder.token_to_kv_pool_allocator)
+    counted = original(adder)
+    return counted if gates is None or adder.rem_swa_token_offset == 0 else counted - gates.window.withheld()
+
+
+def check_decode(original: Callable[..., Any], batch: Any, selected_indices: list[int] | None = None) -> bool:
+    fits = bool(original(batch, selected_indices=selected_indices))
+    gates = gates_of(batch.token_to_kv_pool_allocator)
+    return fits and (gates is None or gates.secure(batch.new_tokens_required_next_decode(selected_indices)))
+
+
+def _is_parked(adder: Any) -> bool:
+    return bool(getattr(getattr(adder, "memory_budget", adder), "kvcached_parked", False))
+
+
+def _reserved(adder: Any) -> int:
+    """What this pass has promised already and not allocated yet."""
+    budget = getattr(adder, "memory_budget", None)
+    return int(adder.cur_rem_token_offset if budget is None else budget.current_offset)
+
+
+def _extend_tokens(req: Any) -> int:
+    known = getattr(req, "extend_input_len", None)
+    if known is not None:
+        return int(known)
+    prefix = getattr(req, "prefix_len", None)
+    return len(req.full_untruncated_fill_ids) - (len(req.prefix_indices) if prefix is None else int(prefix))
+
+
+def _chunk_of(adder: Any, tokens: int) -> int:
+    return tokens if adder.rem_chunk_tokens is None else max(0, min(tokens, int(adder.rem_chunk_tokens)))
+
+
+def _paged(gates: Gates, tokens: int) -> int:
+    """In whole pages, and one more, as SGLang reckons."""
+    return gates.full.pages(tokens) * gates.page_slots + gates.page_slots
+
+
+def _no_token() -> Any:
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return AddReqResult.NO_TOKEN

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which cases run on which release. The newest runs all; the older ones what differs there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_harness.cases import Batch, Case
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+NEWEST = "0.5.23"
+OLDER = ("0.5.21", "0.5.17", "0.5.11")
+VERSIONS = (NEWEST, *OLDER)
+INTERPRETED = {"TRITON_INTERPRET": "1"}  # SGLang's Triton kernels on CPU tensors; older releases allocate pages by one
+
+# A page is 128 KiB here: 64 slots of the two layers of the tiny Llama, side by side.
+SQUEEZE = {"limits": [[6, 12], [40, 60]]}
+INTERPRETER_SIZES = {"prompts": 2, "step": 60, "new_tokens": 3}
+
+LLAMA_1 = Case("llama-1", arguments={"page_size": 1})
+LLAMA_16 = Case("llama-16")
+QWEN_16 = Case("qwen3-16", model="qwen3")
+MLA_16 = Case("mla-16", model="deepseek", also={"absorbed_mla": True})
+TRITON_16 = Case(
+    "triton-16", arguments={"attention_backend": "triton", "max_total_tokens": 1024}, also=INTERPRETER_SIZES, environment=INTERPRETED
+)
+WINDOWS_1 = Case(
+    "windows-1",
+    model="gptoss",
+    arguments={"attention_backend": "triton", "max_total_tokens": 1024, "page_size": 1},
+    also=INTERPRETER_SIZES,
+    environment=INTERPRETED,
+)
+# With another that the stock engine has to match: (case, the case whose stock tokens it must give).
+VARIANTS: dict[str, tuple[Case, Case]] = {
+    "no-radix": (Case("no-radix", arguments={"disable_radix_cache": True}), LLAMA_16),
+    "no-overlap": (Case("no-overlap", arguments={"disable_overlap_schedule": True}), LLAMA_16),
+    "per-layer": (Case("per-layer", environment={"KVCACHED_CONTIGUOUS_LAYOUT": "false"}), LLAMA_16),
+    "no-chunks": (Case("no-chunks", arguments={"chunked_prefill_size": -1}), LLAMA_16),
+    "test-retract": (Case("test-retract", environment={"SGLANG_TEST_RETRACT": "1"}), LLAMA_16),
+}
+COMPARED: dict[str, tuple[Case, ...]] = {
+    NEWEST: (LLAMA_1, LLAMA_16, QWEN_16, MLA_16, TRITON_16, WINDOWS_1),
+    **dict.fromkeys(OLDER, (LLAMA_1, LLAMA_16)),
+}
+SQUEEZED = (Case("squeeze-1", "squeeze", arguments={"page_size": 1}, also=SQUEEZE), Case("squeeze-16", "squeeze", also=SQUEEZE))
+LONG = Case("long", "hopeless", environment={"KVCACHED_LIMIT": "1MiB"}, also={"long": 700})
+LOWERED = Case("lowered", "lowered", arguments={"max_running_requests": 1}, also={"pages": 10})
+CAPPED = Case("capped", "cached", environment={"KVCACHED_MAX_CACHED_TOKENS": "400"})
+UNCAPPED = Case("uncapped", "cached")
+ASKED = Case("asked", "asked")
+OCCUPATION = Case("occupation", "occupation")
+REFUSED = {
+    "enable_memory_saver": True,
+    "disaggregation_mode": "prefill",
+    "enable_hierarchical_cache": True,
+    "tp_size": 2,
+    "pp_size": 2,
+}
+REFUSALS = tuple(Case(f"refused-{name}", "refused", arguments={name: value}) for name, value in REFUSED.items())
+BOOKS = Case("books", "books")
+LIMITS: dict[str, tuple[Case, ...]] = {
+    NEWEST: (*SQUEEZED, LONG, LOWERED, CAPPED, UNCAPPED, ASKED, OCCUPATION),
+    **dict.fromkeys(OLDER, (SQUEEZED[1], LONG, LOWERED, CAPPED)),
+}
+
+
+def cases_of(version: str) -> list[Case]:
+    cases = [side for case in COMPARED[version] for side in (case.static(), case)]
+    cases += LIMITS[version]
+    if version == NEWEST:
+        cases += [*(case for case, _ in VARIANTS.values()), *REFUSALS, BOOKS]
+    return cases
+
+
+def batches(folder_of: Callable[[str], Path]) -> dict[str, Batch]:
+    return {version: Batch(version, cases_of(version), folder_of(version), INTERPRETED) for version in VERSIONS}

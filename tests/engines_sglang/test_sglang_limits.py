@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits act on a running engine; what can never be served ends with an error; memory goes when it is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sglang_harness.matrix import LIMITS, NEWEST, REFUSALS, SQUEEZED, VERSIONS
+
+if TYPE_CHECKING:
+    from sglang_harness.cases import Batch
+
+SQUEEZES = [(version, case.name) for version in VERSIONS for case in LIMITS[version] if case in SQUEEZED]
+
+
+def first_round(tokens: dict[str, list[int]]) -> dict[str, list[int]]:
+    return {name: answer for name, answer in tokens.items() if name.startswith("a")}
+
+
+def stock(ran: dict[str, Batch], version: str) -> dict[str, list[int]]:
+    return first_round(ran[version]["llama-16-static"]["tokens"])
+
+
+@pytest.mark.parametrize(("version", "name"), SQUEEZES)
+def test_a_limit_that_falls_under_load_changes_no_token(ran: dict[str, Batch], version: str, name: str) -> None:
+    seen = ran[version][name]
+    assert seen["tokens"] == stock(ran, version)
+    assert seen["retracted"] > 0
+    assert all("length" in reason for reason in seen["reasons"].values())
+    assert (set(seen["held_pages"]), seen["problems"]) == ({1}, [])
+
+
+@pytest.mark.parametrize(("version", "name"), SQUEEZES)
+def test_the_pool_gets_below_a_lower_limit_and_grows_when_it_rises(ran: dict[str, Batch], version: str, name: str) -> None:
+    steps: list[list[int]] = ran[version][name]["seen"]
+    low = [held for step, limit, held in steps if limit == 12]
+    assert low[0] > 12
+    assert min(low) <= 12
+    assert max(held for step, limit, held in steps if step > 40) > 12
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_prompt_above_the_limit_is_turned_away_with_both_numbers(ran: dict[str, Batch], version: str) -> None:
+    seen = ran[version]["long"]
+    reason = seen["reasons"].pop("long")
+    assert "needs 700 tokens" in reason
+    assert "can hold 495 at most" in reason
+    assert "400" in reason
+    assert all("length" in other for other in seen["reasons"].values())
+    assert first_round(seen["tokens"]) == stock(ran, version)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_request_that_waits_ends_when_the_limit_falls_below_it(ran: dict[str, Batch], version: str) -> None:
+    seen = ran[version]["lowered"]
+    assert "needs 900 tokens" in seen["reasons"]["waiting"]
+    assert "length" in seen["reasons"]["running"]
+    assert len(seen["tokens"]["running"]) == 40
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_prefix_cache_has_a_bound(ran: dict[str, Batch], version: str) -> None:
+    assert 0 < ran[version]["capped"]["evictable"] <= 400
+    assert ran[version]["capped"]["tokens"] == stock(ran, version)
+    assert ran[NEWEST]["uncapped"]["evictable"] > 800
+
+
+def test_an_idle_engine_gives_its_cache_up_when_asked_and_serves_again(ran: dict[str, Batch]) -> None:
+    seen: dict[str, Any] = ran[NEWEST]["asked"]
+    answer = seen["answer"]
+    assert answer["status"] == seen["owned"] > 30
+    assert answer["held"] == 1
+    assert answer["evicted"] + answer["trimmed"] > 0
+    assert seen["tokens"] == ran[NEWEST]["llama-16-static"]["tokens"]
+
+
+def test_release_memory_occupation_leaves_the_padding_page_and_resume_needs_nothing(ran: dict[str, Batch]) -> None:
+    seen = ran[NEWEST]["occupation"]
+    assert seen["held"] == [1]
+    assert seen["tokens"] == ran[NEWEST]["llama-16-static"]["tokens"]
+
+
+@pytest.mark.parametrize("case", REFUSALS, ids=lambda case: case.name)
+def test_what_cannot_be_elastic_is_refused_by_name(ran: dict[str, Batch], case: Any) -> None:
+    error = ran[NEWEST][case.name]["error"]
+    (argument,) = case.arguments
+    assert error.startswith("EngineNotSupported")
+    assert argument in error
+
+
+def test_the_books_agree_with_a_simple_model(ran: dict[str, Batch]) -> None:
+    assert ran[NEWEST]["books"]["steps"] > 1000
