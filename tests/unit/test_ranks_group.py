@@ -10,6 +10,7 @@ from kvcached.core.geometry import BlockGeometry
 from kvcached.errors import DeviceError, HandshakeMismatch, PeerLost, PeerTimeout, StateUnknown
 from kvcached.ranks.api import LimitsRequest, Report, Verdict
 from kvcached.ranks.group import RankGroup
+from kvcached.ranks.transactions import Query
 from kvcached.testing.ranks import HELLO, FakeRank
 from kvcached.units import MIB
 from kvcached.vmm.api import Call
@@ -320,6 +321,24 @@ def test_a_slow_rank_is_waited_for(crew):
     pair.ranks[1].memory._held.lock.release()
     done(future)
     assert pair.mapped() == {0}
+
+
+def test_what_a_rank_does_not_read_in_time_waits_and_nobody_waits_for_it(crew):
+    pair = crew()
+    done(pair.group.map([(0, 1)], urgent=True))
+    pair.ranks[1].memory._held.lock.acquire()
+    pair.group.report(Report())  # its reading thread stands still
+    link = pair.group._links[1]
+    with pair.group._turn():
+        for _ in range(2_000):
+            pair.group._transmit(link, Query(0))
+    assert link.has_waiting
+    future = pair.group.map([(1, 1)], urgent=True)
+    assert not future.done()
+    pair.ranks[1].memory._held.lock.release()
+    done(future)
+    assert pair.mapped() == {0, 1}
+    assert not link.has_waiting
 
 
 def test_closing_gives_all_memory_back_and_is_no_error(crew, caplog):

@@ -308,6 +308,24 @@ def test_a_lost_owner_is_waited_out_while_work_is_in_flight(tmp_path, rank):
     group.close()
 
 
+def test_what_was_begun_ends_before_a_lost_owner_is_told(tmp_path, serve):
+    memory = Slow(UnmapKeep)
+    server, lost = serve(memory)
+    group = connect(tmp_path)
+    group.begin_steps()
+    assert group.map([(1, 1)], urgent=True).result(WAIT_S) == DONE
+    server.apply_step_ops(group.step_ops())
+    group.unmap([(1, 1)], 0)
+    assert memory.begun.wait(WAIT_S)
+    group._links[0]._socket.shutdown(2)
+    eventually(lambda: server._orphaned)
+    time.sleep(0.05)
+    assert lost == []
+    memory.let_go.set()
+    eventually(lambda: lost == [1])
+    group.close()
+
+
 def test_stopping_the_server_is_no_lost_owner_and_no_error(tmp_path, rank, caplog):
     group = connect(tmp_path)
     told = []
