@@ -72,16 +72,11 @@ CASES = {
     "promise and shrink": (credit, promise_and_shrink),
     "recall": (credit, recall_on_both_channels),
 }
-WHOLE = [("acquire", 2), ("acquire", 3), ("map", 2), ("map", 3), ("release", 2), ("release", 3)]
+WHOLE = [("acquire", 2), ("acquire", 3), ("map", 2), ("release", 2), ("shrink", 2)]
 IN_PART = [
+    *((case, ranks) for case in ("map", "release", "shrink") for ranks in (3, 4)),
     ("acquire", 4),
-    ("map", 4),
-    ("release", 4),
-    ("shrink", 3),
-    ("shrink", 4),
-    ("promise", 2),
-    ("promise and shrink", 2),
-    ("recall", 2),
+    *((case, 2) for case in ("promise", "promise and shrink", "recall")),
 ]
 
 
@@ -108,5 +103,5 @@ def test_every_order_without_a_fault(case, capsys):
 
 @pytest.mark.parametrize(("case", "ranks"), IN_PART)
 def test_orders_with_one_fault(case, ranks, capsys):
-    found = run(case, ranks, 1, DEEPER or 1000, capsys)
-    assert found.complete or found.states >= (DEEPER or 1000)
+    found = run(case, ranks, 1, DEEPER or 500, capsys)
+    assert found.complete or found.states >= (DEEPER or 500)

@@ -269,6 +269,8 @@ def test_a_lost_rank_fails_the_pool_once_and_by_name(owner):
     assert owner.failures() == ["rank 1 (socket-1): its process ended"]
     third = owner.ask(owner.coordinator.map_now(RUNS))
     assert owner.settled()[-1] == (third, Verdict.BROKEN)
+    owner.answer(0, first, Phase.DONE)
+    assert len(owner.settled()) == 3
 
 
 def test_nothing_is_promised_after_a_failure(owner):
@@ -353,6 +355,43 @@ def test_operations_reach_ranks_without_a_step_and_are_asked_for_until_they_are_
     owner.effects += owner.coordinator.flush()
     assert owner.sent() == [(1, Query)]  # of the reminder before
     assert owner.coordinator.is_idle
+
+
+def test_what_is_under_way_and_why_work_is_refused_can_be_seen(owner):
+    tx = owner.ask(owner.coordinator.grow_credit(CLASSES))
+    assert (owner.coordinator.is_idle, owner.coordinator.failed, owner.coordinator.newest_operation) == (False, "", 0)
+    owner.all_answer(tx, Phase.DONE)
+    owner.coordinator.promise(((0, 1),))
+    assert (owner.coordinator.is_idle, owner.coordinator.newest_operation) == (False, 1)
+    owner.coordinator.lost(0, "killed")
+    assert owner.coordinator.failed == "rank 0 (socket-0): killed"
+
+
+def test_a_recall_of_some_that_nobody_was_sent_waits_for_the_rest(owner):
+    owner.grow()
+    owner.coordinator.promise(((0, 1),))
+    owner.coordinator.tail()
+    owner.coordinator.promise(((1, 1),))
+    number = owner.coordinator.recall(((0, 1), (1, 1)), 7)
+    assert number == 3
+    assert owner.coordinator.credit(1) == 1
+    assert [op.runs for op in owner.coordinator.tail()] == [((0, 1),), (), ((0, 1),)]
+
+
+def test_the_credit_of_a_failed_release_is_not_promised_again(owner):
+    owner.grow()
+    owner.coordinator.lost(0, "killed")
+    tx = owner.ask(owner.coordinator.release_credit(((1, 1),)))
+    assert owner.settled() == [(tx, Verdict.BROKEN)]
+
+
+def test_an_answer_that_contradicts_the_end_fails_the_pool(owner):
+    tx = owner.ask(owner.coordinator.shrink(RUNS, 3))
+    owner.all_answer(tx, Phase.PREPARED)
+    owner.answer(0, tx, Phase.PREPARED)  # late
+    assert owner.failures() == []
+    owner.answer(0, tx, Phase.ABORTED)
+    assert "ABORTED where COMMITTED was due" in owner.failures()[0]
 
 
 def test_a_rank_that_is_too_far_behind_stops_promises(owner):

@@ -19,19 +19,24 @@ from kvcached.ranks.messages import (
     decode_header,
     encode,
 )
-from kvcached.ranks.operations import Op, OpKind
-from kvcached.ranks.transactions import Answer, MapNow, Phase, Prepare
+from kvcached.ranks.operations import MAX_OPEN_OPS, MAX_TAIL_RUNS, Op, OpKind
+from kvcached.ranks.transactions import MAX_RUNS, Abort, Acquire, Answer, Commit, MapNow, Phase, Prepare, Query, Release, Revert
+from kvcached.ranks.wire import U64, record
 
 NUMBERS = st.integers(0, 2**64 - 1)
 RUNS = st.lists(st.tuples(NUMBERS, NUMBERS), max_size=20).map(tuple)
 TEXT = st.text(max_size=50)
 WEIGHT = st.floats(allow_nan=False)
 OUTCOMES = st.builds(Outcome, st.sampled_from(Verdict), NUMBERS, st.lists(NUMBERS, max_size=20).map(tuple), TEXT, NUMBERS)
-OPS = st.lists(st.builds(Op, NUMBERS, st.sampled_from(OpKind), RUNS, st.integers(-(2**63), 2**63 - 1)), max_size=3).map(tuple)
+STEPS = st.integers(-(2**63), 2**63 - 1)
+OPS = st.lists(st.builds(Op, NUMBERS, st.sampled_from(OpKind), RUNS, STEPS), max_size=3).map(tuple)
 MESSAGES = st.one_of(
-    st.builds(Hello, TEXT, TEXT, TEXT),
+    st.builds(Hello, TEXT, TEXT, TEXT, TEXT, TEXT),
+    st.builds(Acquire, NUMBERS, RUNS, st.booleans(), NUMBERS, OPS),
     st.builds(MapNow, NUMBERS, RUNS, st.booleans(), NUMBERS, OPS),
-    st.builds(Prepare, NUMBERS, RUNS, st.integers(-(2**63), 2**63 - 1), OPS),
+    st.builds(Release, NUMBERS, RUNS, OPS),
+    st.builds(Prepare, NUMBERS, RUNS, STEPS, OPS),
+    *(st.builds(kind, NUMBERS, OPS) for kind in (Commit, Abort, Revert, Query)),
     st.builds(Answer, NUMBERS, st.sampled_from(Phase), OUTCOMES, NUMBERS, NUMBERS, NUMBERS),
     st.just(Goodbye()),
     st.just(StatusRequest()),
@@ -95,3 +100,21 @@ def test_a_difference_is_refused_by_its_name(field):
     with pytest.raises(HandshakeMismatch, match=field.split("_")[0]):
         check_hello(mine, Hello(**values))
     check_hello(mine, Hello("1", "engine", ""))
+
+
+def test_the_longest_transaction_with_the_longest_tail_can_be_sent():
+    in_each = MAX_TAIL_RUNS // MAX_OPEN_OPS
+    tail = tuple(Op(number, OpKind.MAP, ((number, 1),) * in_each) for number in range(MAX_OPEN_OPS))
+    assert len(encode(MapNow(1, ((0, 1),) * MAX_RUNS, False, 0, tail), 1)) < MAX_BODY_BYTES
+
+
+def test_an_operation_of_no_known_kind_is_refused():
+    body = bytearray(encode(Query(1, (Op(1, OpKind.MAP, ()),)), 1)[HEADER.size :])
+    body[8 + 4 + 8] = 99  # after the transaction, the count of operations and the number of the first
+    with pytest.raises(PeerRefused, match="makes no sense"):
+        decode_body(Kind.QUERY, bytes(body))
+
+
+def test_a_layout_that_leaves_out_a_field_is_a_mistake():
+    with pytest.raises(TypeError, match="ops"):
+        record(Query, tx=U64)
