@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 ENGINES := .venv-engines
 SOURCES := $(shell find native/src native/include native/CMakeLists.txt pyproject.toml -type f 2>/dev/null)
 
-.PHONY: help setup engines check test-core test-engines test demo bench clean
+.PHONY: help setup engines sglang check test-core test-engines test-sglang test demo bench clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -20,6 +20,9 @@ $(VENV)/.ready: $(SOURCES)
 engines: setup  ## the engine environment: torch (CPU), three versions of vLLM, small models
 	@$(PYTHON) scripts/setup_engines.py
 
+sglang: setup  ## the SGLang environment: torch (CPU), four versions of SGLang, small models
+	@$(PYTHON) scripts/setup_sglang.py
+
 check: setup  ## format, lint, types, import contracts
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
@@ -31,6 +34,9 @@ test-core: setup  ## unit, stateful, fault, contract and process tests, without 
 
 test-engines: engines  ## the tests on real engines
 	$(RUN) -m pytest tests/engines tests/e2e
+
+test-sglang: sglang  ## the tests on real SGLang
+	$(RUN) -m pytest tests/engines_sglang
 
 test: check test-core test-engines  ## everything
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from array import array
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ def import_engine() -> tuple[int, ...]:
     """Load what a scheduler process loads, before any plugin runs. Returns the release."""
     import sglang
     import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry
     import sglang.srt.server_args
 
     return tuple(int(part) for part in re.findall(r"\d+", sglang.__version__)[:3])
@@ -153,9 +155,10 @@ class Engine:
 
 def _publish(args: Any, release: tuple[int, ...]) -> tuple[Any, ...]:
     """Make the arguments known to the process as a scheduler's. Returns what its constructor takes besides."""
-    if release >= (0, 5, 22):
-        from sglang.srt.runtime_context import SpawnRanks, publish
-
-        publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+    context = importlib.import_module("sglang.srt.runtime_context") if release >= (0, 5, 14) else None
+    if hasattr(context, "SpawnRanks"):
+        context.publish(args, role="scheduler", ranks=context.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
         return ()
+    if context is not None:
+        context.publish(args, role="scheduler")
     return (0, 0, 0, 0, 0, 0, None)

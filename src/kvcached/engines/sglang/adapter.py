@@ -185,8 +185,8 @@ class Adapter:
 
     def finish_step(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         with self.watch.locks():
-            self.watch.finish_step()
             result = original(scheduler, *args, **kwargs)
+            self.watch.finish_step()
             self.watch.tidy()
             return result
 

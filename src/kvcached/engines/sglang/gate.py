@@ -115,6 +115,13 @@ class Gate:
         self.bank.settle(wait=True)
         return evicted
 
+    def evict_ahead(self, slots: int) -> None:
+        """Where ids come back late: have so many slots ready, or on their way, by the next time somebody asks."""
+        pool, bank = self.bank.pool, self.bank
+        missing = self.pages(slots) - pool.available() - bank.arriving_pages
+        if missing > 0 and pool.obtainable() - pool.available() < missing and self.tree.evictable():
+            self.tree.evict(missing * bank.page_slots)
+
     def trim_cache(self, most_slots: int) -> None:
         """Keep at most so many slots in the tree that no request holds; below 0 there is no bound."""
         while most_slots >= 0 and (over := self.tree.evictable() - most_slots) > 0 and self.tree.evict(over):

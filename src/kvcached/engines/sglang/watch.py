@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvcached.engines.sglang.gate import gates_of
 from kvcached.errors import EngineNotSupported
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvcached.engines.sglang.memory import EngineMemory
 
 _log = logging.getLogger("kvcached.sglang")
+_MOST_AHEAD: Final = 8  # part of the pool that is kept free for what comes next
 
 
 class SchedulerWatch:
@@ -33,6 +34,7 @@ class SchedulerWatch:
             raise EngineNotSupported(f"{type(scheduler.token_to_kv_pool_allocator).__name__} is not elastic: something replaced it")
         self.gates = gates.all
         self._pools = [gate.bank.pool for gate in self.gates]
+        self._ahead_slots = 0 if memory.device.type == "cpu" else _slots_of_a_step(scheduler)
         with self.locks():
             gates.watch_tree(scheduler.tree_cache)
         memory.streams.name(getattr(scheduler, "forward_stream", None), getattr(scheduler, "schedule_stream", None))
@@ -83,6 +85,8 @@ class SchedulerWatch:
         """Count what has arrived, and keep the prefix cache within its bound."""
         for gate in self.gates:
             gate.bank.settle()
+            if self._ahead_slots:
+                gate.evict_ahead(min(self._ahead_slots, gate.bank.most_slots // _MOST_AHEAD))
         self.gates[0].trim_cache(self._max_cached_tokens)
 
     def rest(self) -> None:
@@ -121,6 +125,12 @@ class SchedulerWatch:
         if chunked is not None and self._too_long(len(chunked.origin_input_ids)):
             _log.error("request %s: %s", chunked.rid, self._too_long(len(chunked.origin_input_ids)))
             _abort(scheduler, chunked.rid)
+
+
+def _slots_of_a_step(scheduler: Any) -> int:
+    """What one batch takes at most: a chunk of prefill, or a token for every request."""
+    chunk = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
+    return max(int(chunk), int(scheduler.max_running_requests) * int(scheduler.page_size))
 
 
 def _end_waiting(scheduler: Any, req: Any, reason: str) -> None:
