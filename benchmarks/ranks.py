@@ -138,7 +138,7 @@ class Bench:
         watcher.start()
         start = time.perf_counter()
         for owner in owners:
-            owner.begin("play", self.place.card_pages * 6 // 10, os.path.join(self.place.folder, "rounds"), rounds, 0.001)
+            owner.begin("play", self.place.pages, os.path.join(self.place.folder, "rounds"), rounds, 0.001)
         results = [owner.end(3600) for owner in owners]
         took_s = time.perf_counter() - start
         stop.set()
@@ -163,6 +163,22 @@ def _done(future: Future[Outcome]) -> None:
         raise RuntimeError(outcome)
 
 
+@contextmanager
+def world(page_bytes: int, *, pages: int, card_pages: int, rounds: int = 0, host: bool = True) -> Iterator[Bench]:
+    """A run directory of its own; its host cards are held open and old enough."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Place(folder, page_bytes, pages, card_pages)
+        nursery = Nursery(place)
+        keep = [OpenCard.open(place.settings(), f"host:{number}") for number in range(2)] if host else []
+        time.sleep(SETTLED_S)
+        try:
+            yield Bench(place, nursery, rounds)
+        finally:
+            for card in keep:
+                card.close()
+            nursery.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--card", action="append", help="one rank on this card; may be given several times")
@@ -173,36 +189,24 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     page_bytes = int((arguments.page_mib or (16 if arguments.card else 1 / 16)) * MIB)
-    with tempfile.TemporaryDirectory() as folder:
-        # A CUDA card's budget is what its ranks may need here, so that other work on it is left alone.
-        place = Place(folder, page_bytes, pages=64, card_pages=600)
-        nursery = Nursery(place)
-        bench = Bench(place, nursery, arguments.rounds)
-        keep = [OpenCard.open(place.settings(), f"host:{number}") for number in range(2)] if not arguments.card else []
-        time.sleep(SETTLED_S)
-        print(
-            f"cards {arguments.card or 'host:0'}, {os.cpu_count()} cores, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
-        )
-        try:
-            if arguments.rounds:
-                for cards in (
-                    [arguments.card[: ranks + 1] for ranks in range(len(arguments.card))]
-                    if arguments.card
-                    else [["host:0"] * n for n in (1, 2, 4)]
-                ):
-                    bench.latency(cards)
-            if arguments.kill_rounds:
-                bench.kills(arguments.kill_rounds)
-            if arguments.crossed_rounds:
-                bench.crossed(arguments.crossed_rounds)
-        finally:
-            for card in keep:
-                card.close()
-            nursery.close()
+    cards = arguments.card or ["host:0"] * 4
+    print(f"cards {arguments.card or 'host:0'}, {os.cpu_count()} cores, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}")
+    rows = []
+    if arguments.rounds:
+        with world(page_bytes, pages=64, card_pages=300, rounds=arguments.rounds, host=not arguments.card) as bench:
+            for ranks in [count for count in (1, 2, 4, 8) if count <= len(cards)]:
+                bench.latency(cards[:ranks])
+            rows += bench.rows
+    if arguments.kill_rounds:
+        with world(page_bytes, pages=64, card_pages=100) as bench:
+            bench.kills(arguments.kill_rounds)
+            rows += bench.rows
+    if arguments.crossed_rounds:
+        with world(page_bytes, pages=60, card_pages=100) as bench:
+            bench.crossed(arguments.crossed_rounds)
+            rows += bench.rows
     if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"cards": arguments.card or ["host:0"], "cores": os.cpu_count(), "rows": bench.rows}, indent=1)
-        )
+        arguments.json.write_text(json.dumps({"cards": arguments.card or ["host:0"], "cores": os.cpu_count(), "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

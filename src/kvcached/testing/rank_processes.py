@@ -173,7 +173,7 @@ class OwnerChild:
         with Path(rounds_file).open("ab", buffering=0) as played:
             while os.fstat(played.fileno()).st_size < rounds:
                 start = time.monotonic()
-                while self.group.map(runs, urgent=True).result(_ANSWER_TIMEOUT_S).verdict is not Verdict.DONE:
+                while not self._takes(runs):
                     tries += 1
                     time.sleep(_RETRY_S)
                 longest_s = max(longest_s, time.monotonic() - start)
@@ -184,6 +184,12 @@ class OwnerChild:
                 played.write(b".")
                 mine += 1
         return {"rounds": mine, "longest_s": longest_s, "refused": tries}
+
+    def _takes(self, runs: list[tuple[int, int]]) -> bool:
+        outcome = self.group.map(runs, urgent=True).result(_ANSWER_TIMEOUT_S)
+        if outcome.verdict not in (Verdict.DONE, Verdict.EXHAUSTED):
+            raise AssertionError(outcome)
+        return outcome.verdict is Verdict.DONE
 
     def close(self) -> bool:
         self.group.close()
