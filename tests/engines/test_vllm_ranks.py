@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from harness.cases import load_prompts
-from harness.matrix import NEWEST, RANKS_ELASTIC, RANKS_STOCK
+from harness.matrix import NEWEST, RANKS_ELASTIC, RANKS_KILLED, RANKS_STOCK
 
 from kvcached.units import MIB
 
@@ -28,6 +28,11 @@ def stock(version: str, batches: Callable[..., Batch]) -> Batch:
 @pytest.fixture
 def elastic(version: str, batches: Callable[..., Batch]) -> Batch:
     return batches(version, RANKS_ELASTIC, True)
+
+
+@pytest.fixture
+def killed(version: str, batches: Callable[..., Batch]) -> Batch:
+    return batches(version, RANKS_KILLED, True)
 
 
 @each_way
@@ -73,12 +78,13 @@ def test_the_card_with_less_memory_sets_what_every_rank_holds(stock: Batch, elas
     assert result["uneven_peak"][0] < result["peak"][0]
 
 
-def test_the_scheduler_has_no_device_and_each_worker_has_its_own(elastic: Batch) -> None:
+def test_the_scheduler_has_no_device_and_each_worker_has_its_own(elastic: Batch, killed: Batch) -> None:
     for name in ("tensor", "pipeline"):
         assert elastic[name]["device_files"] == []
         assert min(elastic[name]["worker_files"]) > 0
-    assert elastic["both, core killed"]["core_files"] == []
-    assert len(elastic["both, core killed"]["worker_files"]) == 4
+    assert killed["both"]["core_files"] == []
+    assert len(killed["both"]["worker_files"]) == 4
+    assert min(killed["both"]["worker_files"]) > 0
 
 
 def test_a_worker_that_is_killed_ends_the_engine_with_one_error_that_names_it(elastic: Batch) -> None:
@@ -89,14 +95,14 @@ def test_a_worker_that_is_killed_ends_the_engine_with_one_error_that_names_it(el
     assert result["nothing_left"], result["left"]
 
 
-def test_stages_of_several_ranks_say_the_same(stock: Batch, elastic: Batch) -> None:
+def test_stages_of_several_ranks_say_the_same(stock: Batch, killed: Batch) -> None:
     """Two stages of two ranks each, on four workers; in float32 one layout's tokens are every layout's, as the unhooked ones are."""
-    result = elastic["both, core killed"]
+    result = killed["both"]
     assert stock["tensor"]["tokens"] == stock["pipeline"]["tokens"]
     assert result["tokens"] == stock["pipeline"]["tokens"][: len(result["tokens"])]
     assert len(result["tokens"]) == 24 <= len(load_prompts())
 
 
-def test_an_engine_core_that_is_killed_leaves_nothing_behind(elastic: Batch) -> None:
-    result = elastic["both, core killed"]
+def test_an_engine_core_that_is_killed_leaves_nothing_behind(killed: Batch) -> None:
+    result = killed["both"]
     assert result["nothing_left"], result["left"]

@@ -66,8 +66,10 @@ RANKS_ELASTIC = (
         limit_bytes=7 * MIB,
         neighbour_bytes=24 * MIB,
     ),
+)
+RANKS_KILLED = (
     Case(
-        "both, core killed",
+        "both",
         "core_killed",
         options=TENSOR | PIPELINE,
         settings=WORKERS | {"KVCACHED_HOST_GRANULARITY": "128KiB", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
