@@ -2,6 +2,7 @@
 """Both ends of a rank's connection over a real socket: who is let in, what comes when, and how it ends."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from kvcached.core.geometry import BlockGeometry
-from kvcached.errors import HandshakeMismatch, PeerLost, PeerRefused, PeerTimeout, StateUnknown
+from kvcached.errors import HandshakeMismatch, Misuse, PeerLost, PeerRefused, PeerTimeout, StateUnknown
 from kvcached.ranks.actions import AcquireHandles, MapHeld, UnmapKeep
 from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report, Verdict
 from kvcached.ranks.frames import FrameReader, hello_of_rank
@@ -408,6 +409,26 @@ def test_a_forked_child_keeps_no_connection_open(tmp_path, rank):
     os.close(read)
     os.close(write)
     assert lost
+
+
+def test_a_forked_child_is_refused_whatever_lock_another_thread_held(tmp_path, rank):
+    group = connect(tmp_path)
+    with group._lock:
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(10)
+            os._exit(sum(_is_refused(call) for call in (lambda: group.map([(1, 1)], urgent=True), group.step_ops, group.close)))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    assert group.map([(1, 1)], urgent=True).result(WAIT_S) == DONE
+    group.close()
+
+
+def _is_refused(call):
+    try:
+        call()
+    except Misuse:
+        return True
+    return False
 
 
 def test_a_message_that_an_owner_may_not_send_ends_the_connection(tmp_path, rank, caplog):

@@ -75,8 +75,8 @@ def test_ranks_that_share_a_card_need_it_together_and_never_ask_themselves(world
     for rank in range(2):
         world.add("mine", 0, 20, rank=rank)
     world.add("other", 0, 50, parked=30)
-    world.answers["/other"] = 30
-    assert world.peers({"CARD-0": 2 * PAGE}).press(10 * PAGE, 1.0) == 20 * PAGE
+    world.answers["/other"] = 15  # not enough: whoever else could give is asked too
+    assert world.peers({"CARD-0": 2 * PAGE}).press(10 * PAGE, 1.0) == 15 * PAGE
     assert world.asked == [("/other", 20)]
 
 
