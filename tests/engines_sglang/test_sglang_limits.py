@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sglang_harness.matrix import LIMITS, NEWEST, REFUSALS, SQUEEZED, VERSIONS
+from sglang_harness.matrix import LATE, LIMITS, NEWEST, REFUSALS, SQUEEZE_PAGES, SQUEEZED, VERSIONS
 
 if TYPE_CHECKING:
     from sglang_harness.cases import Batch
@@ -34,10 +34,11 @@ def test_a_limit_that_falls_under_load_changes_no_token(ran: dict[str, Batch], v
 @pytest.mark.parametrize(("version", "name"), SQUEEZES)
 def test_the_pool_gets_below_a_lower_limit_and_grows_when_it_rises(ran: dict[str, Batch], version: str, name: str) -> None:
     steps: list[list[int]] = ran[version][name]["seen"]
-    low = [held for step, limit, held in steps if limit == 12]
-    assert low[0] > 12
-    assert min(low) <= 12
-    assert max(held for step, limit, held in steps if step > 40) > 12
+    low = [held for _, limit, held in steps if limit == SQUEEZE_PAGES]
+    assert low[0] > SQUEEZE_PAGES
+    assert low[-1] == SQUEEZE_PAGES
+    last_low = max(step for step, limit, _ in steps if limit == SQUEEZE_PAGES)
+    assert max(held for step, _, held in steps if step > last_low) > SQUEEZE_PAGES
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -91,3 +92,12 @@ def test_what_cannot_be_elastic_is_refused_by_name(ran: dict[str, Batch], case: 
 
 def test_the_books_agree_with_a_simple_model(ran: dict[str, Batch]) -> None:
     assert ran[NEWEST]["books"]["steps"] > 1000
+
+
+@pytest.mark.parametrize("case", LATE, ids=lambda case: case.name)
+def test_ids_that_come_back_late_are_neither_lost_nor_used_too_early(ran: dict[str, Batch], case: Any) -> None:
+    seen = ran[NEWEST][case.name]
+    assert seen["tokens"] == ran[NEWEST]["llama-16-static"]["tokens"]
+    assert seen["arriving"] > 0
+    assert seen["waits"] < seen["turns"] // 2
+    assert (set(seen["held_pages"]), seen["problems"]) == ({1}, [])

@@ -101,7 +101,8 @@ class Engine:
 
         sampling = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
         sampling.normalize(None)
-        ids = array("q", tokens) if self.release >= (0, 5, 21) else list(tokens)
+        takes_array = "array" in str(TokenizedGenerateReqInput.__annotations__["input_ids"])
+        ids = array("q", tokens) if takes_array else list(tokens)
         self.put(
             TokenizedGenerateReqInput(
                 rid=name,

@@ -17,7 +17,8 @@ VERSIONS = (NEWEST, *OLDER)
 INTERPRETED = {"TRITON_INTERPRET": "1"}  # SGLang's Triton kernels on CPU tensors; older releases allocate pages by one
 
 # A page is 128 KiB here: 64 slots of the two layers of the tiny Llama, side by side.
-SQUEEZE = {"limits": [[6, 12], [40, 60]]}
+SQUEEZE_PAGES = 8
+SQUEEZE = {"limits": [[8, SQUEEZE_PAGES], [50, 60]]}
 INTERPRETER_SIZES = {"prompts": 2, "step": 60, "new_tokens": 3}
 
 LLAMA_1 = Case("llama-1", arguments={"page_size": 1})
@@ -62,6 +63,10 @@ REFUSED = {
 }
 REFUSALS = tuple(Case(f"refused-{name}", "refused", arguments={name: value}) for name, value in REFUSED.items())
 BOOKS = Case("books", "books")
+LATE = tuple(
+    Case(f"late-{page_size}", "late", arguments={"page_size": page_size}, environment={"KVCACHED_LIMIT": "1152KiB"}, also={"turns": 3})
+    for page_size in (1, 16)
+)
 LIMITS: dict[str, tuple[Case, ...]] = {
     NEWEST: (*SQUEEZED, LONG, LOWERED, CAPPED, UNCAPPED, ASKED, OCCUPATION),
     **dict.fromkeys(OLDER, (SQUEEZED[1], LONG, LOWERED, CAPPED)),
@@ -72,7 +77,7 @@ def cases_of(version: str) -> list[Case]:
     cases = [side for case in COMPARED[version] for side in (case.static(), case)]
     cases += LIMITS[version]
     if version == NEWEST:
-        cases += [*(case for case, _ in VARIANTS.values()), *REFUSALS, BOOKS]
+        cases += [*(case for case, _ in VARIANTS.values()), *REFUSALS, BOOKS, *LATE]
     return cases
 
 

@@ -12,6 +12,8 @@ from sglang_harness.engine import Engine
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
 Release = tuple[int, ...]
 Case = dict[str, Any]
 
@@ -234,6 +236,43 @@ def refused(release: Release, case: Case) -> dict[str, Any]:
     except (KVCachedError, SystemExit) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {"error": ""}
+
+
+def late(release: Release, case: Case) -> dict[str, Any]:
+    """Ids come back some turns of the loop later, as from a device that is busy; the pool is small, so that they are missed."""
+    from kvcached.engines.sglang import bank as module
+
+    turn, waits = [0], [0]
+
+    class LateEvent:
+        def __init__(self) -> None:
+            self._due = turn[0] + case["turns"]
+
+        def query(self) -> bool:
+            return turn[0] >= self._due
+
+        def synchronize(self) -> None:
+            waits[0] += not self.query()
+            self._due = turn[0]
+
+    def copy_late(ids: torch.Tensor) -> tuple[torch.Tensor, LateEvent]:
+        return ids.clone(), LateEvent()
+
+    module.copy_to_host = copy_late
+    module.PageBank.arrives_late = property(lambda bank: True)
+    engine = start(release, case)
+    (bank,) = pools_of(engine)
+    most_arriving = [0]
+
+    def watch(_: Engine) -> None:
+        turn[0] += 1
+        most_arriving[0] = max(most_arriving[0], bank.arriving_pages)
+
+    send_round(engine, case, "a")
+    first = engine.run(watch)
+    send_round(engine, case, "b")
+    second = engine.run(watch)
+    return {"tokens": first | second, "waits": waits[0], "arriving": most_arriving[0], "turns": turn[0]} | after_flush(engine)
 
 
 def books(release: Release, case: Case) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from kvcached.engines.sglang.seams import seams_of
 from kvcached.engines.sglang.support import require_features, require_pool, require_release
 from kvcached.engines.sglang.watch import SchedulerWatch
 from kvcached.engines.sglang.zeros import ZerosFromArena
-from kvcached.engines.vllm.forgotten import close_when_forgotten
 from kvcached.errors import EngineNotSupported
 
 if TYPE_CHECKING:
@@ -155,7 +154,6 @@ class Adapter:
             if self._memory is not None:
                 self._memory.close()
             raise
-        close_when_forgotten(scheduler, self.memory.close)
         _log.info("elastic: on, %s", "; ".join(part.describe() for part in self.memory.parts))
 
     @property

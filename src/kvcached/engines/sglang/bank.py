@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Arrival(NamedTuple):
-    """Ids on their way to the host; `event` is None where they are there."""
+    """Ids on their way to the host; `event` tells when they are there, None that they are."""
 
     ids: torch.Tensor
     event: Any
@@ -45,7 +45,6 @@ class PageBank:
         self.arriving_pages = 0
         self.marker = NOTHING_IN_FLIGHT
         self._device = device
-        self._is_host = device.type == "cpu"
         self._owned: Any = np.zeros(pool.geometry.num_blocks, dtype=np.bool_)
         self._arrivals: deque[Arrival] = deque()
 
@@ -62,7 +61,7 @@ class PageBank:
             first, count = ranges[0]
             return torch.arange(first, first + count, dtype=torch.int64, device=self._device)
         ids = torch.from_numpy(_ids_of(ranges, pages))
-        return ids if self._is_host else ids.pin_memory().to(self._device, non_blocking=True)
+        return ids if self._device.type == "cpu" else ids.pin_memory().to(self._device, non_blocking=True)
 
     # ------------------------------------------------------------------ ids back
 
@@ -77,14 +76,16 @@ class PageBank:
         self._send(slots, per_slot=True)
         self.settle(wait=True)
 
+    @property
+    def arrives_late(self) -> bool:
+        """Whether ids that come back have to be copied from a device."""
+        return bool(self._device.type != "cpu")
+
     def _send(self, ids: torch.Tensor, *, per_slot: bool) -> None:
-        if self._is_host:
+        if not self.arrives_late:
             self._arrive(Arrival(ids, None, self.marker, per_slot))
             return
-        host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-        host.copy_(ids, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
+        host, event = copy_to_host(ids)
         self._arrivals.append(Arrival(host, event, self.marker, per_slot))
 
     def settle(self, *, wait: bool = False) -> None:
@@ -151,6 +152,15 @@ class PageBank:
         if int(self._owned.sum()) != ledger_owned:
             found.append(f"{int(self._owned.sum())} pages are marked as handed out, the ledger knows {ledger_owned}")
         return found
+
+
+def copy_to_host(ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Queue a copy, and an event behind it."""
+    host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+    host.copy_(ids, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event
 
 
 def _ids_of(ranges: Ranges, total: int) -> Ids:

@@ -64,7 +64,8 @@ class EngineMemory:
         self._other: Entry | None = None
         if device.type == "cuda":  # a host card holds KV memory only
             measured_bytes = torch.cuda.max_memory_reserved(device) + _CONTEXT_BYTES
-            self._other = self.card.adopt_other(identity.instance, identity.name, measured_bytes)
+            given_bytes = None if settings.other is None else settings.other.of(self.card.budget_bytes)
+            self._other = self.card.adopt_other(identity.instance, identity.name, given_bytes or measured_bytes)
 
     @property
     def virtual_bytes(self) -> int:

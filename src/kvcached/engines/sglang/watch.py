@@ -34,7 +34,7 @@ class SchedulerWatch:
             raise EngineNotSupported(f"{type(scheduler.token_to_kv_pool_allocator).__name__} is not elastic: something replaced it")
         self.gates = gates.all
         self._pools = [gate.bank.pool for gate in self.gates]
-        self._ahead_slots = 0 if memory.device.type == "cpu" else _slots_of_a_step(scheduler)
+        self._ahead_slots = _slots_of_a_step(scheduler) if self.gates[0].bank.arrives_late else 0
         with self.locks():
             gates.watch_tree(scheduler.tree_cache)
         memory.streams.name(getattr(scheduler, "forward_stream", None), getattr(scheduler, "schedule_stream", None))

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which releases and arguments of SGLang are taken, and that the list of seams covers each release once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvcached.engines.sglang.seams import FIRST, LAST, SEAMS, Kind, seams_of
+from kvcached.engines.sglang.support import release_of, require_features, require_release
+from kvcached.errors import EngineNotSupported
+
+RELEASES = [(0, 5, patch) for patch in range(FIRST[2], LAST[2] + 1)]
+
+
+def test_releases_within_the_range_are_taken() -> None:
+    assert require_release("0.5.11") == (0, 5, 11)
+    assert require_release("0.5.23.post1") == (0, 5, 23)
+
+
+@pytest.mark.parametrize("version", ["0.5.10", "0.5.24", "1.0.0", "0.4.9.post6"])
+def test_others_are_refused_with_the_range(version: str) -> None:
+    with pytest.raises(EngineNotSupported, match=r"0\.5\.11 to 0\.5\.23"):
+        require_release(version)
+
+
+def test_text_that_is_no_version_is_refused() -> None:
+    with pytest.raises(EngineNotSupported, match="no release"):
+        release_of("main")
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_each_release_has_one_function_for_each_hook(release: tuple[int, int, int]) -> None:
+    hooks = [seam.hook for seam in seams_of(release) if seam.hook and seam.hook not in ("remaining_tokens", "locked", "checked")]
+    assert len(hooks) == len(set(hooks))
+    assert {"create_mla_buffers", "virtual_bytes", "start", "schedule", "finish_step", "idle", "flush", "admit"} <= set(hooks)
+    assert {"create_mha_buffers", "create_mha_buffers_and_rest"} & set(hooks)
+    assert {"adopt_configured", "adopt_runner"} & set(hooks)
+
+
+def test_what_is_wrapped_has_a_hook_and_nothing_else_has() -> None:
+    for seam in SEAMS:
+        assert bool(seam.hook) is (seam.kind in (Kind.WRAP, Kind.PROPERTY)), seam.target
+        assert seam.first <= seam.last, seam.target
+
+
+def test_usual_arguments_are_taken() -> None:
+    require_features(SimpleNamespace(tp_size=1, pp_size=1, dp_size=1, disaggregation_mode="null", speculative_algorithm=None))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tp_size", 2), ("dp_size", 4), ("disaggregation_mode", "decode"), ("enable_memory_saver", True), ("speculative_algorithm", "EAGLE")],
+)
+def test_what_cannot_be_elastic_is_named(name: str, value: object) -> None:
+    with pytest.raises(EngineNotSupported, match=f"{name}={value}"):
+        require_features(SimpleNamespace(**{name: value}))
