@@ -86,7 +86,7 @@ def mapper():
     ("opening", "begin", "begun", "ending", "end", "ended"),
     [
         (ACQUIRE, AcquireHandles(CLASSES, False, 0), Phase.DONE, Revert(1), ReleaseHandles(CLASSES), Phase.REVERTED),
-        (MapNow(1, RUNS, True, 4), MapFresh(RUNS, True, 4), Phase.DONE, Revert(1), UnmapRelease(RUNS), Phase.REVERTED),
+        (MapNow(1, RUNS, True, 4), MapFresh(RUNS, True, 4), Phase.DONE, Revert(1), UnmapRelease(RUNS, 4), Phase.REVERTED),
         (PREPARE, PrepareRuns(1, RUNS), Phase.PREPARED, Commit(1), CommitRuns(1), Phase.COMMITTED),
         (PREPARE, PrepareRuns(1, RUNS), Phase.PREPARED, Abort(1), AbortRuns(1), Phase.ABORTED),
     ],

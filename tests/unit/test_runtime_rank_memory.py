@@ -134,6 +134,22 @@ def test_an_urgent_refusal_keeps_a_place_and_tells_it(make, ticket):
     assert rank.book.tickets == ([42] if not ticket else [5, 5])  # with a place it asks from there, and keeps it
 
 
+@pytest.mark.parametrize(
+    ("wish", "taken_back"),
+    [(acquire((1, 2), urgent=True, ticket=5), ReleaseHandles(((1, 2),), 5)), (MapFresh(((0, 2),), True, 5), UnmapRelease(((0, 2),), 5))],
+)
+def test_a_wish_that_is_taken_back_keeps_its_place_before_the_lease_falls(make, wish, taken_back, monkeypatch):
+    rank = make()
+    assert rank.do(wish) == DONE
+    places = []
+    monkeypatch.setattr(rank.book, "want", lambda size, *, owned, ticket, deadline_s: places.append((size, ticket, rank.book.lease_bytes)))
+    assert rank.do(taken_back).verdict is Verdict.DONE
+    assert places == [(2 * PAGE, 5, 2 * PAGE)]
+    assert rank.do(acquire((1, 1))) == DONE
+    assert rank.do(ReleaseHandles(((1, 1),))).verdict is Verdict.DONE
+    assert len(places) == 1
+
+
 CASES = {
     "acquire": (None, acquire((1, 3), (2, 2))),
     "map fresh": (acquire((1, 1)), MapFresh(((0, 1), (2, 2), (4, 1)), False, 0)),

@@ -21,9 +21,11 @@ class AcquireHandles:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseHandles:
-    """Destroy handles that are mapped nowhere, then lower the lease."""
+    """Destroy handles that are mapped nowhere, then lower the lease. `ticket`: of the wish that this takes back, because another rank
+    was refused; its place among those that wait is kept."""
 
     classes: Classes
+    ticket: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,10 @@ class UnmapKeep:
 
 @dataclass(frozen=True, slots=True)
 class UnmapRelease:
-    """Unmap, destroy the handles, lower the lease."""
+    """Unmap, destroy the handles, lower the lease. `ticket`: as in `ReleaseHandles`."""
 
     runs: PageRuns
+    ticket: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,12 +92,12 @@ _LIVES: Final[dict[type[Opening], _Life]] = {
     Acquire: _Life(
         lambda opening: AcquireHandles(opening.classes, opening.urgent, opening.ticket),
         Phase.DONE,
-        {Revert: _End(lambda opening: ReleaseHandles(opening.classes), Phase.REVERTED)},
+        {Revert: _End(lambda opening: ReleaseHandles(opening.classes, opening.ticket), Phase.REVERTED)},
     ),
     MapNow: _Life(
         lambda opening: MapFresh(opening.runs, opening.urgent, opening.ticket),
         Phase.DONE,
-        {Revert: _End(lambda opening: UnmapRelease(opening.runs), Phase.REVERTED)},
+        {Revert: _End(lambda opening: UnmapRelease(opening.runs, opening.ticket), Phase.REVERTED)},
     ),
     Release: _Life(lambda opening: ReleaseHandles(opening.classes), Phase.DONE),
     Prepare: _Life(

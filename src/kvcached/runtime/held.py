@@ -115,13 +115,14 @@ class HeldMemory:
         """The same for one of several ranks that requests wait for: with the place `ticket` (0: none yet), which they all hold on their
         cards. The place that is kept for another second comes back with a refusal that others can cure."""
         if ticket:
-            self._queue(size_bytes, ticket)
+            self.queue(size_bytes, ticket)
         result = self.lease(size_bytes, urgent=True)
         if result.granted or result.refusal in _HOPELESS:
             return result, 0
-        return result, self._queue(size_bytes, ticket)
+        return result, self.queue(size_bytes, ticket)
 
-    def _queue(self, size_bytes: int, ticket: int) -> int:
+    def queue(self, size_bytes: int, ticket: int) -> int:
+        """Wait for so many bytes at the place `ticket`, 0: behind all, for another second. Returns the place, 0 when there is none."""
         return self._entry.want(size_bytes, owned=True, ticket=ticket, deadline_s=self._lease_deadline_s)
 
     def _account(self) -> None:

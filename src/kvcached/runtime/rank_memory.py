@@ -71,12 +71,12 @@ class RankMemory:
                 return self._held.perform(lambda: self._acquire(classes, urgent, ticket))
             case MapFresh(runs, urgent, ticket):
                 return self._held.perform(lambda: self._map_fresh(runs, urgent, ticket))
-            case ReleaseHandles(classes):
-                return self._held.perform(lambda: self._release(classes))
+            case ReleaseHandles(classes, ticket):
+                return self._held.perform(lambda: self._release(classes, ticket))
             case UnmapKeep(runs):
                 return self._held.perform(lambda: self._unmap_keep(runs))
-            case UnmapRelease(runs):
-                return _undone(self._held.perform(lambda: self._unmap_release(runs)), runs)
+            case UnmapRelease(runs, ticket):
+                return _undone(self._held.perform(lambda: self._unmap_release(runs, ticket)), runs)
             case PrepareRuns(tx, runs):
                 return self._held.perform(lambda: self._prepare(tx, runs))
             case CommitRuns(tx):
@@ -143,9 +143,16 @@ class RankMemory:
         """Release so many handles of each class, which need not be the same ones. Returns bytes."""
         return sum(self._arena.trim(pages, runs) for pages, runs in classes if runs)
 
-    def _release(self, classes: Classes) -> Outcome:
+    def _release(self, classes: Classes, ticket: int) -> Outcome:
         self._take_credit(classes)
+        self._keep_place(classes, ticket)
         return Outcome(Verdict.DONE, size_bytes=self._destroy(classes))
+
+    def _keep_place(self, classes: Classes, ticket: int) -> None:
+        """Before the lease falls: a grant has used the place up, and two owners that each lose one on one of two cards would take turns
+        in being refused."""
+        if ticket:
+            self._held.queue(self._bytes_of(classes), ticket)
 
     def _add_credit(self, classes: Classes) -> None:
         with self._credit_lock:
@@ -201,7 +208,8 @@ class RankMemory:
         self._add_credit(classes_of(runs))
         return DONE
 
-    def _unmap_release(self, runs: PageRuns) -> Outcome:
+    def _unmap_release(self, runs: PageRuns, ticket: int) -> Outcome:
+        self._keep_place(classes_of(runs), ticket)
         self._arena.unmap(_runs(runs), keep=False)
         return Outcome(Verdict.DONE, size_bytes=self._bytes_of(classes_of(runs)))
 

@@ -98,7 +98,7 @@ class _Recorder:
         match action:
             case MapHeld(runs) | MapFresh(runs, _, _):
                 self._mapped |= _pages(runs)
-            case UnmapKeep(runs) | UnmapRelease(runs):
+            case UnmapKeep(runs) | UnmapRelease(runs, _):
                 self._mapped -= _pages(runs)
             case PrepareRuns(tx, runs):
                 self._prepared[tx] = _pages(runs)
