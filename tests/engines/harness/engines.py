@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON = ROOT / ".venv-engines" / "bin" / "python"
 RELEASES = ROOT / ".cache" / "engines"
+RAY = ROOT / ".cache" / "ray"  # only where someone has put it there
 MODELS = ROOT / ".cache" / "models"
 TIMEOUT_S = 420
 
@@ -34,7 +35,7 @@ def environment(version: str, **extra: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVCACHED_", "ENABLE_KVCACHED", "VLLM_"))}
     return {
         **kept,
-        "PYTHONPATH": f"{RELEASES / f'vllm-{version}'}:{ROOT / 'src'}:{ROOT / 'tests' / 'engines'}",
+        "PYTHONPATH": f"{RELEASES / f'vllm-{version}'}:{ROOT / 'src'}:{ROOT / 'tests' / 'engines'}:{RAY}",
         "VLLM_CACHE_ROOT": str(RELEASES / f".cache-{version}"),  # releases that share one look at every model class again at each change
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
