@@ -43,7 +43,7 @@ PACKAGES = (
     *("python-multipart", "partial_json_parser", "pillow", "prometheus-client", "requests", "regex", "packaging", "scipy", "setproctitle"),
     *("pybase64", "python-dateutil<3", "tqdm", "sentencepiece==0.2.1", "tiktoken", "einops", "interegular", "xxhash", "zstandard"),
     *("IPython", "llguidance", "gguf", "distro", "xgrammar==0.2.7", "openai==2.8.0", "openai-harmony==0.0.4"),
-    *("compressed-tensors==0.18.0", "dill", "cffi", "lxml", "pycryptodomex", "numpy", "ninja>=1.11", "cmake>=3.22"),
+    *("compressed-tensors==0.18.0", "dill", "cffi", "lxml", "pycryptodomex", "jsonschema", "numpy", "ninja>=1.11", "cmake>=3.22"),
     *("scikit-build-core>=0.10,<1", "pytest>=8,<10", "pytest-timeout>=2.3,<3"),
 )
 WITHOUT_DEPENDENCIES = (

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from sglang_harness.matrix import COMPARED, NEWEST, VARIANTS
+from sglang_harness.matrix import COMPARED, NEWEST, OLDER, VARIANTS
 
 if TYPE_CHECKING:
     from sglang_harness.cases import Batch
@@ -46,6 +46,14 @@ def test_slots_of_all_layers_lie_side_by_side(ran: dict[str, Batch], version: st
     stock_bytes, _ = ran[version][f"{name}-static"]["strides"]
     assert stock_bytes == row_bytes
     assert slot_bytes >= 2 * row_bytes or name.startswith("windows")  # one layer of each kind
+
+
+@pytest.mark.parametrize("version", OLDER)
+def test_pages_of_one_slot_on_older_releases(ran: dict[str, Batch], version: str) -> None:
+    seen = ran[version]["llama-1"]
+    assert seen["tokens"] == ran[version]["llama-16-static"]["tokens"]
+    assert (set(seen["held_pages"]), seen["problems"]) == ({1}, [])
+    assert seen["peaks"][0] > 500
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))

@@ -45,7 +45,7 @@ VARIANTS: dict[str, tuple[Case, Case]] = {
 }
 COMPARED: dict[str, tuple[Case, ...]] = {
     NEWEST: (LLAMA_1, LLAMA_16, QWEN_16, MLA_16, TRITON_16, WINDOWS_1),
-    **dict.fromkeys(OLDER, (LLAMA_1, LLAMA_16)),
+    **dict.fromkeys(OLDER, (LLAMA_16,)),
 }
 SQUEEZED = (Case("squeeze-1", "squeeze", arguments={"page_size": 1}, also=SQUEEZE), Case("squeeze-16", "squeeze", also=SQUEEZE))
 LONG = Case("long", "hopeless", environment={"KVCACHED_LIMIT": "1MiB"}, also={"long": 700})
@@ -63,10 +63,17 @@ REFUSED = {
 }
 REFUSALS = tuple(Case(f"refused-{name}", "refused", arguments={name: value}) for name, value in REFUSED.items())
 BOOKS = Case("books", "books")
-LATE = tuple(
-    Case(f"late-{page_size}", "late", arguments={"page_size": page_size}, environment={"KVCACHED_LIMIT": "1152KiB"}, also={"turns": 3})
+LATE = tuple(  # without a tree, where only what ends comes back, and with one, which has to be evicted
+    Case(
+        f"late-{page_size}",
+        "late",
+        arguments={"page_size": page_size, "disable_radix_cache": page_size == 1},
+        environment={"KVCACHED_LIMIT": "1152KiB"},
+        also={"turns": 3},
+    )
     for page_size in (1, 16)
 )
+PAGES_OF_ONE = LLAMA_1  # on the older releases, against the tokens of pages of 16
 LIMITS: dict[str, tuple[Case, ...]] = {
     NEWEST: (*SQUEEZED, LONG, LOWERED, CAPPED, UNCAPPED, ASKED, OCCUPATION),
     **dict.fromkeys(OLDER, (SQUEEZED[1], LONG, LOWERED, CAPPED)),
@@ -76,6 +83,8 @@ LIMITS: dict[str, tuple[Case, ...]] = {
 def cases_of(version: str) -> list[Case]:
     cases = [side for case in COMPARED[version] for side in (case.static(), case)]
     cases += LIMITS[version]
+    if version != NEWEST:
+        cases.append(PAGES_OF_ONE)
     if version == NEWEST:
         cases += [*(case for case, _ in VARIANTS.values()), *REFUSALS, BOOKS, *LATE]
     return cases

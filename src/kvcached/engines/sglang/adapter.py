@@ -80,7 +80,8 @@ class Adapter:
     def _takes_strides(self) -> bool:
         args = self._server_args
         names = {args.attention_backend, getattr(args, "prefill_attention_backend", None), getattr(args, "decode_attention_backend", None)}
-        return names - {None} <= _TAKES_STRIDES
+        names -= {None}
+        return bool(names) and names <= _TAKES_STRIDES
 
     @property
     def memory(self) -> EngineMemory:
@@ -163,15 +164,15 @@ class Adapter:
         return self._watch
 
     def locked(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.watch.locks():
+        with self.watch.lock:
             return original(scheduler, *args, **kwargs)
 
     def checked(self, original: Callable[..., Any], checker: Any) -> Any:
-        with self.watch.locks():
+        with self.watch.lock:
             return original(checker)
 
     def schedule(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.watch.locks():
+        with self.watch.lock:
             plan = original(scheduler, *args, **kwargs)
             if getattr(plan, "batch_to_run", plan) is None:
                 self.watch.end_hopeless()
@@ -182,14 +183,14 @@ class Adapter:
         return original(scheduler, *args, **kwargs)
 
     def finish_step(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.watch.locks():
+        with self.watch.lock:
             result = original(scheduler, *args, **kwargs)
             self.watch.finish_step()
             self.watch.tidy()
             return result
 
     def idle(self, original: Callable[..., Any], scheduler: Any) -> Any:
-        with self.watch.locks():
+        with self.watch.lock:
             self.watch.finish_all()
             self.watch.tidy()
             return original(scheduler)
@@ -201,7 +202,7 @@ class Adapter:
             return original(scheduler)
 
     def flush(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.watch.locks():
+        with self.watch.lock:
             self.watch.finish_all()
             done = original(scheduler, *args, **kwargs)
         if done:
@@ -210,6 +211,6 @@ class Adapter:
 
     def require_room(self, original: Callable[..., Any], scheduler: Any, req: Any) -> Any:
         result = original(scheduler, req)
-        with self.watch.locks():
+        with self.watch.lock:
             self.watch.require_room(req)
         return result

@@ -99,7 +99,7 @@ class ElasticAllocator(_Base):
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> None:
         with self.kvcached_bank.pool.lock:
-            self.kvcached_gates.secure(num_tokens)
+            self.kvcached_gates.prepare(num_tokens)
 
     def check_decode_capacity(self, *, num_tokens: int, **_: Any) -> bool:
         with self.kvcached_bank.pool.lock:

@@ -115,6 +115,14 @@ class Gate:
         self.bank.settle(wait=True)
         return evicted
 
+    def prepare(self, slots: int) -> None:
+        """SGLang is about to take up to so many slots, usually fewer: make room without waiting for ids."""
+        self.bank.settle()
+        missing = self.pages(slots) - self.bank.pool.available() - self.bank.arriving_pages
+        if missing > 0:
+            self._grow(missing, urgent=False)
+            self.evict_ahead(slots)
+
     def evict_ahead(self, slots: int) -> None:
         """Where ids come back late: have so many slots ready, or on their way, by the next time somebody asks."""
         pool, bank = self.bank.pool, self.bank
@@ -149,6 +157,10 @@ class Gates:
 
     def can_evict(self) -> bool:
         return any(gate.tree.evictable() for gate in self.all)
+
+    def prepare(self, slots: int) -> None:
+        for gate in self.all:
+            gate.prepare(slots)
 
     def secure(self, slots: int) -> bool:
         """Whether so many slots of each kind can be taken now."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -60,6 +61,7 @@ class EngineMemory:
         self.interleaved = interleaved if settings.contiguous_layout is None else settings.contiguous_layout
         self.streams = Streams(device)
         self.parts: list[PoolMemory] = []
+        self.lock = threading.RLock()  # of all pools
         self.card = OpenCard.open(settings, _card_name(settings, device))
         self._other: Entry | None = None
         if device.type == "cuda":  # a host card holds KV memory only
@@ -155,7 +157,7 @@ class PoolMemory:
             block_tokens=page_slots,
             longest_request_blocks=ceil_div(longest_request_tokens, page_slots) + 1,
         )
-        pool = TreePool.adopt(self.owner.pool)
+        pool = TreePool.adopt(self.owner.pool, self.engine.lock)
         pool.take_ids([0])
         pool.pin_page_of(0)
         bank = PageBank(pool, page_slots, self.engine.device)

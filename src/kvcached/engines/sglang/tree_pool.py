@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvcached.runtime.pool import Pool
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable
 
 
@@ -17,11 +18,16 @@ class TreePool(Pool):
     reclaim: Callable[[int], int]
 
     @classmethod
-    def adopt(cls, pool: Pool) -> TreePool:
-        """Turn a pool that is not in use yet into one that asks a tree."""
+    def adopt(cls, pool: Pool, lock: threading.RLock) -> TreePool:
+        """Turn a pool that is not in use yet into one that asks a tree. `lock` replaces its own.
+
+        Evicting from a tree frees slots of every pool that the tree has, so all of them work under one lock: two that wait for each
+        other's would never end.
+        """
         pool.__class__ = cls
         tree_pool: TreePool = pool  # type: ignore[assignment]  # its class was changed in the line above
         tree_pool.reclaim = lambda blocks: 0
+        tree_pool.lock = tree_pool._work._lock = lock
         return tree_pool
 
     def free_pages(self, pages: int) -> None:

@@ -33,37 +33,27 @@ class SchedulerWatch:
         if gates is None:
             raise EngineNotSupported(f"{type(scheduler.token_to_kv_pool_allocator).__name__} is not elastic: something replaced it")
         self.gates = gates.all
-        self._pools = [gate.bank.pool for gate in self.gates]
+        self.lock = memory.lock  # held through each entry point: keeper and control endpoint act between two of them
         self._ahead_slots = _slots_of_a_step(scheduler) if self.gates[0].bank.arrives_late else 0
-        with self.locks():
+        with self.lock:
             gates.watch_tree(scheduler.tree_cache)
         memory.streams.name(getattr(scheduler, "forward_stream", None), getattr(scheduler, "schedule_stream", None))
 
     @contextlib.contextmanager
-    def locks(self) -> Iterator[None]:
-        """Hold the lock of every pool: keeper and control endpoint act between two entry points of the scheduler."""
-        with contextlib.ExitStack() as stack:
-            for pool in self._pools:
-                stack.enter_context(pool.lock)
-            yield
-
-    @contextlib.contextmanager
     def unlocked(self) -> Iterator[None]:
-        """Let go of the locks, which this thread holds once."""
-        for pool in reversed(self._pools):
-            pool.lock.release()
+        """Let go of the lock, which this thread holds once."""
+        self.lock.release()
         try:
             yield
         finally:
-            for pool in self._pools:
-                pool.lock.acquire()
+            self.lock.acquire()
 
     # ------------------------------------------------------------------ steps
 
     def begin_step(self) -> None:
         """What is freed from now on may be read by this step."""
         self._begun += 1
-        with self.locks():
+        with self.lock:
             for gate in self.gates:
                 gate.bank.marker = self._begun
 

@@ -39,7 +39,7 @@ class ElasticWindowAllocator(SWATokenToKVPoolAllocator):
         return ElasticSWAPrefillBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> None:
-        self.kvcached_gates.secure(num_tokens)
+        self.kvcached_gates.prepare(num_tokens)
 
     def check_decode_capacity(self, *, num_tokens: int, **_: Any) -> bool:
         return self.kvcached_gates.secure(num_tokens)
