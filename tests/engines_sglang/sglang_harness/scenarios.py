@@ -193,6 +193,7 @@ def asked(release: Release, case: Case) -> dict[str, Any]:
         answer["status"] = client.status().owned_bytes // bank.pool.geometry.block_stride_bytes
         answer["evicted"] = client.evict(bank.pool.geometry.range_bytes).given_bytes
         answer["trimmed"] = client.trim().given_bytes
+        settle(lambda: bank.pool.counts().held_pages == 1)
         answer["held"] = bank.pool.counts().held_pages
         send_round(engine, case, "b")
 
