@@ -161,6 +161,7 @@ LLM(model={model!r}, enforce_eager=True, max_model_len=256, dtype='float32', blo
 REFUSED = {
     "another platform": ("", {"VLLM_TARGET_DEVICE": "cpu"}, "vLLM chose the platform CpuPlatform"),
     "another release": ("vllm.__version__ = '0.99.0'", {}, "vLLM 0.99.0 is not supported"),
+    "no room for one request": ("", {"KVCACHED_VIRTUAL": "512KiB"}, "lower --max-model-len; gpu_memory_utilization does not size"),
     "a bad setting": ("", {"KVCACHED_LIMIT": "lots"}, "KVCACHED_LIMIT=lots"),
 }
 

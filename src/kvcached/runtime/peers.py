@@ -106,5 +106,6 @@ class Peers:
         except PeerError as error:
             _log.warning("%s did not give memory back: %s", entry.instance, error)
             return 0
-        _log.info("%s gave %d bytes back to %s, which asked for %d", entry.instance, given_bytes, self._instance, size_bytes)
+        level = logging.INFO if given_bytes else logging.DEBUG  # one that had nothing is no event
+        _log.log(level, "%s gave %d bytes back to %s, which asked for %d", entry.instance, given_bytes, self._instance, size_bytes)
         return given_bytes

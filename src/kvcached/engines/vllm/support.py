@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any, Final
 
 from kvcached.engines.vllm.seams import FIRST, LAST
 from kvcached.errors import EngineNotSupported
+from kvcached.units import format_size
 
+_log = logging.getLogger("kvcached.vllm")
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)")
 _OFF: Final = "; unset ENABLE_KVCACHED to run without elastic memory"
 
@@ -59,6 +62,22 @@ def _refusals(vllm_config: Any) -> list[str]:
     if getattr(vllm_config.model_config, "enable_sleep_mode", False) and str(cache.cache_dtype).startswith("fp8"):
         found.append("sleep mode with an fp8 KV cache clears the whole range on wake-up and cannot be elastic")
     return found
+
+
+def warn_if_one_request_is_too_long(vllm_config: Any, specs: dict[str, Any], room_bytes: int) -> None:
+    """vLLM refuses a start without room for one longest request, and names settings that size nothing here: say first which do.
+
+    `specs`: of this worker's layers. For layers that share blocks vLLM may need less than their sum, so the refusal is left to it.
+    """
+    needed_bytes = sum(int(spec.max_memory_usage_bytes(vllm_config)) for spec in specs.values())
+    if needed_bytes > room_bytes:
+        _log.warning(
+            "one request of %d tokens may need %s of KV memory and all of it may hold %s: raise KVCACHED_BUDGET (KVCACHED_VIRTUAL if it is "
+            "set; KVCACHED_HOST_CAPACITY on a CPU) or lower --max-model-len; gpu_memory_utilization does not size the KV cache here",
+            vllm_config.model_config.max_model_len,
+            format_size(needed_bytes),
+            format_size(room_bytes),
+        )
 
 
 def require_specs(kv_cache_config: Any) -> None:

@@ -9,7 +9,7 @@ from kvcached.config import configure_logging, load_settings
 from kvcached.engines.vllm.chain import class_over, is_ours
 from kvcached.engines.vllm.forgotten import close_when_forgotten
 from kvcached.engines.vllm.steps import Steps
-from kvcached.engines.vllm.support import require_specs
+from kvcached.engines.vllm.support import require_specs, warn_if_one_request_is_too_long
 from kvcached.engines.vllm.worker_memory import WorkerMemory
 from kvcached.errors import EngineNotSupported
 from kvcached.units import ceil_div
@@ -54,6 +54,7 @@ class ElasticWorker(_Worker):
             self.model_runner.profile_run()  # makes the buffers between stages; with a size set, vLLM's CPU worker leaves it out
         self._memory.note_profiled()
         range_bytes: int = self._memory.virtual_bytes
+        warn_if_one_request_is_too_long(self.vllm_config, self.get_kv_cache_spec(), range_bytes)
         return range_bytes
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
