@@ -18,7 +18,7 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}  # SGLang's Triton kernels on CPU tensor
 
 # A page is 128 KiB here: 64 slots of the two layers of the tiny Llama, side by side.
 SQUEEZE_PAGES = 8
-SQUEEZE = {"limits": [[8, SQUEEZE_PAGES], [30, 60]]}
+SQUEEZE = {"limits": [[8, SQUEEZE_PAGES], [60, 60]], "new_tokens": 64}
 INTERPRETER_SIZES = {"prompts": 2, "step": 60, "new_tokens": 3}
 
 LLAMA_1 = Case("llama-1", arguments={"page_size": 1})

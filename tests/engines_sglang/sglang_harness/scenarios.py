@@ -115,7 +115,7 @@ def count_retractions(engine: Engine) -> list[int]:
 
 
 def squeeze(release: Release, case: Case) -> dict[str, Any]:
-    """The limit falls while requests run, to less than they hold together, and later rises again."""
+    """The limit falls while requests run, to less than they hold together; later it rises again, and as many requests come once more."""
     engine = start(release, case)
     retracted = count_retractions(engine)
     (bank, *_) = pools_of(engine) or [None]
@@ -129,6 +129,8 @@ def squeeze(release: Release, case: Case) -> dict[str, Any]:
             pool = bank.pool
             size_bytes = limits[engine.step] * pool.geometry.release_step_bytes
             pool.set_limits(replace(pool.limits, limit_bytes=size_bytes, revision=pool.limits.revision + 1))
+        if engine.step == max(limits):
+            send_round(engine, case, "b")
         if bank is not None:
             counts = bank.pool.counts()
             seen.append([engine.step, counts.limit_pages, counts.held_pages])

@@ -53,7 +53,9 @@ class PageBank:
     def take(self, pages: int) -> torch.Tensor:
         """Ids of `pages` pages, int64, on the device. Raises `PoolExhausted`; then nothing was taken."""
         self.settle()
-        ranges = self.pool.take(pages) if pages else []
+        if not pages:
+            return torch.empty(0, dtype=torch.int64, device=self._device)
+        ranges = self.pool.take(pages)
         self.out_pages += pages
         for first, count in ranges:
             self._owned[first : first + count] = True
@@ -164,8 +166,6 @@ def copy_to_host(ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
 
 
 def _ids_of(ranges: Ranges, total: int) -> Ids:
-    if not ranges:
-        return np.empty(0, dtype=np.int64)
     firsts, counts = np.array(ranges, dtype=np.int64).T
     ends = counts.cumsum()
     ids: Ids = np.arange(total, dtype=np.int64) + np.repeat(firsts - ends + counts, counts)

@@ -60,7 +60,7 @@ def _found(seam: Seam, holder: Any, name: str) -> Any:
 
 def install_seams(seams: Iterable[Seam], adapter: object) -> None:
     """Put `adapter`'s methods around their targets. Raises `EngineNotSupported`; then nothing has changed."""
-    targets = [resolve(seam) for seam in seams]
+    targets = [resolve(seam) for seam in seams if seam.kind is not Kind.ATTRIBUTE]
     done: list[Target] = []
     try:
         for target in targets:

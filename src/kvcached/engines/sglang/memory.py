@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from typing import TYPE_CHECKING, Any, Final
@@ -36,19 +37,26 @@ _CONTEXT_BYTES: Final = 512 * MIB  # the driver's context, libraries and graphs:
 
 
 class Streams:
-    """The streams on which an engine's work may read KV memory. They are made after the memory, so they are named later."""
+    """The streams on which an engine's work may read KV memory. Its scheduler makes them late, and anew, so they are looked up."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._named: tuple[Any, ...] = ()
+        self.scheduler: Any = None
 
-    def name(self, *streams: Any) -> None:
-        self._named = tuple(stream for stream in streams if isinstance(stream, torch.cuda.Stream))
+    def _named(self, *names: str) -> list[Any]:
+        found = [getattr(self.scheduler, name, None) for name in names]
+        return [stream for stream in found if isinstance(stream, torch.cuda.Stream)]
 
     def fence(self) -> Fence:
         if self._device.type != "cuda":
             return NothingInFlight()
-        return StreamFence(self._device, (torch.cuda.default_stream(self._device), *self._named))
+        return StreamFence(self._device, (torch.cuda.default_stream(self._device), *self._named("forward_stream", "schedule_stream")))
+
+    def of_scheduler(self) -> contextlib.AbstractContextManager[Any]:
+        """Work queued within comes after all that the scheduler has queued, whatever thread queues it."""
+        streams = self._named("schedule_stream") if self._device.type == "cuda" else []
+        context: contextlib.AbstractContextManager[Any] = torch.cuda.stream(streams[0]) if streams else contextlib.nullcontext()
+        return context
 
 
 class EngineMemory:
@@ -162,10 +170,15 @@ class PoolMemory:
         pool.pin_page_of(0)
         bank = PageBank(pool, page_slots, self.engine.device)
         gate = Gate(bank)
-        pool.reclaim = gate.reclaim
+        pool.reclaim = lambda blocks: self._reclaim(gate, blocks)
         self.owner.operations.longest_request_tokens = lambda: bank.most_slots
         self.owner.start()
         return gate
+
+    def _reclaim(self, gate: Gate, blocks: int) -> int:
+        """From the keeper's or the control endpoint's thread: what the tree holds was made on the scheduler's stream."""
+        with self.engine.streams.of_scheduler():
+            return gate.reclaim(blocks)
 
     def describe(self) -> str:
         """What a person wants to know of it at the start."""

@@ -23,6 +23,7 @@ class Kind(Enum):
     CLASS = "class"  # a finished instance gets our subclass
     CALL = "call"
     FIELD = "field"  # read or set
+    ATTRIBUTE = "attribute"  # set on an instance by its constructor or later, so not to be found before there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +190,16 @@ SEAMS: Final[tuple[Seam, ...]] = (
         parameters=("seq_lens", "page_size", "prefix_lens", "decode"),
     ),
     Seam("mem_cache.base_prefix_cache:EvictParams.num_tokens", Kind.FIELD, "how much to evict from the tree"),
+    Seam(f"{_SCHEDULER}.token_to_kv_pool_allocator", Kind.ATTRIBUTE, "must be elastic when the scheduler is complete"),
+    Seam(f"{_SCHEDULER}.tree_cache", Kind.ATTRIBUTE, "gives up what no request holds"),
+    Seam(f"{_SCHEDULER}.waiting_queue", Kind.ATTRIBUTE, "requests that can never be served leave it"),
+    Seam(f"{_SCHEDULER}.chunked_req", Kind.ATTRIBUTE, "a prefill that can never go on is aborted"),
+    Seam(f"{_SCHEDULER}.idle_sleeper", Kind.ATTRIBUTE, "whether an idle scheduler sleeps inside on_idle"),
+    Seam(f"{_SCHEDULER}.chunked_prefill_size", Kind.ATTRIBUTE, "what one batch takes at most"),
+    Seam(f"{_SCHEDULER}.forward_stream", Kind.ATTRIBUTE, "pages are unmapped behind it"),
+    Seam(f"{_SCHEDULER}.schedule_stream", Kind.ATTRIBUTE, "pages are unmapped behind it; ids are copied on it"),
+    Seam(f"{_POOLS}:MHATokenToKVPool.k_buffer", Kind.ATTRIBUTE, "set to views over the arena, and v_buffer"),
+    Seam(f"{_POOLS}:MLATokenToKVPool.kv_buffer", Kind.ATTRIBUTE, "set to views over the arena"),
 )
 
 

@@ -37,7 +37,7 @@ class SchedulerWatch:
         self._ahead_slots = _slots_of_a_step(scheduler) if self.gates[0].bank.arrives_late else 0
         with self.lock:
             gates.watch_tree(scheduler.tree_cache)
-        memory.streams.name(getattr(scheduler, "forward_stream", None), getattr(scheduler, "schedule_stream", None))
+        memory.streams.scheduler = scheduler
 
     @contextlib.contextmanager
     def unlocked(self) -> Iterator[None]:
