@@ -7,10 +7,12 @@ import time
 import pytest
 
 from kvcached.core.geometry import BlockGeometry
+from kvcached.core.limits import Limits
 from kvcached.errors import DeviceError, HandshakeMismatch, PeerLost, PeerTimeout, StateUnknown
 from kvcached.ranks.api import LimitsRequest, Report, Verdict
 from kvcached.ranks.group import RankGroup
 from kvcached.ranks.transactions import Query
+from kvcached.runtime.pool import Pool, PoolOptions
 from kvcached.testing.ranks import HELLO, FakeRank
 from kvcached.units import MIB
 from kvcached.vmm.api import Call
@@ -146,6 +148,26 @@ def test_a_reserve_is_mapped_without_a_step(crew):
     pair.group.begin_steps()
     done(pair.group.map([(0, 1), (1, 1)], urgent=False))
     eventually(lambda: pair.ranks[0].mapped_pages() == pair.ranks[1].mapped_pages() == {0, 1})
+
+
+def test_steady_steps_wait_for_no_rank(crew, monkeypatch):
+    """Churn within the reserve: nothing is asked of a rank, and no step brings one anything to do."""
+    pair = crew()
+    pair.group.begin_steps()
+    pool = Pool(pair.group.shared_facts.geometry, pair.group, Limits(PAGES * PAGE), PoolOptions(grow_deadline_s=WAIT_S))
+    held = [pool.take(4) for _ in range(8)]
+    assert pool.grow_reserve(4, WAIT_S) == 4 * 4
+    pair.step(1)
+    asked = []
+    for name in ("map", "unmap", "trim"):
+        monkeypatch.setattr(pair.group, name, lambda *_, name=name, **__: asked.append(name))
+    for number in range(2, 1002):
+        held.append(pool.take(4))
+        pool.give(held.pop(0), number - 1)
+        assert pair.group.step_ops() == ()
+        pool.advance(number - 1)
+    assert asked == []
+    monkeypatch.undo()
 
 
 def test_what_no_rank_was_told_of_is_taken_back_without_a_call(crew):
