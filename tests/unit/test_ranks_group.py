@@ -158,6 +158,7 @@ def test_steady_steps_wait_for_no_rank(crew, monkeypatch):
     held = [pool.take(4) for _ in range(8)]
     assert pool.grow_reserve(4, WAIT_S) == 4 * 4
     pair.step(1)
+    eventually(lambda: pair.group.step_ops() == ())  # the ranks have said that they have mapped it all
     asked = []
     for name in ("map", "unmap", "trim"):
         monkeypatch.setattr(pair.group, name, lambda *_, name=name, **__: asked.append(name))
