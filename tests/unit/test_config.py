@@ -349,7 +349,7 @@ class TestPublicPackage:
     [({}, True), ({"VLLM_PLUGINS": "kvcached"}, True), ({"VLLM_PLUGINS": ""}, False), ({"VLLM_PLUGINS": "kvcached2,x"}, False)],
 )
 def test_vllms_own_list_of_plugins_counts(environ: dict[str, str], loaded: bool) -> None:
-    assert loads_plugin("kvcached", environ) is loaded
+    assert loads_plugin("kvcached", environ=environ) is loaded
 
 
 class TestLogging:

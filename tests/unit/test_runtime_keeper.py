@@ -123,6 +123,16 @@ def test_a_pool_at_rest_keeps_no_reserve_until_blocks_are_taken():
     assert world.pool.counts().parked_pages >= 4
 
 
+def test_giving_the_last_blocks_back_is_no_work():
+    world = World(min_reserved_pages=4, max_reserved_pages=8, idle_trim_s=10.0)
+    ranges = world.pool.take(4)
+    world.ticks(3)
+    world.pool.give(ranges)
+    world.keeper.rest()
+    world.ticks(3)
+    assert world.port.mapped == 0
+
+
 def test_pages_that_retire_late_leave_no_handles_behind():
     world = World(min_reserved_pages=0, max_reserved_pages=0, idle_trim_s=1.0)
     world.pool.give(world.pool.take(8), 5)  # step 5 may still read them

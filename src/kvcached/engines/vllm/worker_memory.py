@@ -10,8 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from kvcached.core.stages import Stage
+from kvcached.engines.fence import fences_of
 from kvcached.engines.vllm.agreement import Seat, agree, exchange, meeting_place
-from kvcached.engines.vllm.fence import fences_of
 from kvcached.engines.vllm.greeting import greeting
 from kvcached.engines.vllm.identity import Identity
 from kvcached.engines.vllm.occupancy import Occupancy

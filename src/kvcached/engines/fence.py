@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fences on vLLM's streams: an unmap waits for what was queued before it, without a device synchronise."""
+"""Fences on streams of torch: an unmap waits for what was queued before it, without a device synchronise."""
 
 from __future__ import annotations
 
