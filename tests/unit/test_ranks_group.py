@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An owner over several ranks, with real sockets in one process: all ranks or none, and what rides on steps."""
 
+import math
 import queue
 import time
 
@@ -9,7 +10,8 @@ import pytest
 from kvcached.core.geometry import BlockGeometry
 from kvcached.core.limits import Limits
 from kvcached.errors import DeviceError, HandshakeMismatch, PeerLost, PeerTimeout, StateUnknown
-from kvcached.ranks.api import LimitsRequest, Report, Verdict
+from kvcached.ranks.api import LimitsRequest, Outcome, Report, Verdict
+from kvcached.ranks.coordinator import Settle
 from kvcached.ranks.group import RankGroup
 from kvcached.ranks.transactions import Query
 from kvcached.runtime.pool import Pool, PoolOptions
@@ -197,6 +199,32 @@ def test_while_steps_run_an_unmap_rides_on_the_next_and_waits_for_the_step_it_na
     assert done(future).size_bytes == PAGE
     assert pair.mapped() == {1}
     assert pair.held_pages() == pair.leased_pages() == [1, 1]
+
+
+@pytest.mark.parametrize("refusal", [Verdict.BUSY, Verdict.REFUSED])
+def test_what_is_unmapped_everywhere_is_unmapped_also_when_its_credit_cannot_go_yet(crew, monkeypatch, refusal):
+    pair = crew()
+    pair.group.begin_steps()
+    done(pair.group.map([(0, 1)], urgent=True))
+    pair.step(1)
+    pair.group._last_step_s = math.inf
+    monkeypatch.setattr(pair.group._coordinator, "release_credit", lambda _: (0, [Settle(0, Outcome(refusal))]))
+    future = pair.group.unmap([(0, 1)], 1)
+    pair.step(2)
+    done(future)
+    assert pair.mapped() == set()
+    monkeypatch.undo()
+    assert done(pair.group.trim()).size_bytes == PAGE
+    assert pair.held_pages() == [0, 0]
+
+
+def test_limits_that_come_into_force_late_count_here_too(crew):
+    pair = crew()
+    pool = Pool(pair.group.shared_facts.geometry, pair.group, Limits(PAGES * PAGE))
+    with pair.ranks[0].memory._held.lock, pytest.raises(PeerTimeout, match="count from when it does"):
+        pool.set_limits(Limits(4 * PAGE, revision=1), deadline_s=0.1)
+    eventually(lambda: pool.counts().limit_pages == 4)
+    assert pool.limits.revision == 1
 
 
 def test_an_unmap_for_which_no_step_comes_is_brought_to_the_ranks(crew):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both ends of a rank's connection over a real socket: who is let in, what comes when, and how it ends."""
 
+import math
 import os
 import signal
 import socket
@@ -316,6 +317,7 @@ def test_what_was_begun_ends_before_a_lost_owner_is_told(tmp_path, serve):
     group.begin_steps()
     assert group.map([(1, 1)], urgent=True).result(WAIT_S) == DONE
     server.apply_step_ops(group.step_ops())
+    group._last_step_s = math.inf  # the next step is always near, however busy the machine
     group.unmap([(1, 1)], 0)
     assert memory.begun.wait(WAIT_S)
     group._links[0]._socket.shutdown(2)
@@ -341,6 +343,16 @@ def test_stopping_the_server_is_no_lost_owner_and_no_error(tmp_path, rank, caplo
     group.close()
 
 
+def test_a_name_in_use_is_refused_by_that_name_however_often_it_is_tried(tmp_path, rank, serve):
+    group = connect(tmp_path)
+    for _ in range(4):
+        with pytest.raises(PeerRefused, match="two instances with the same name"):
+            serve(Slow(UnmapKeep))
+    with pytest.raises(PeerTimeout):
+        connect(tmp_path, timeout_s=0.2)
+    group.close()
+
+
 def test_a_server_that_nobody_greeted_stops(rank, tmp_path):
     assert rank.server.close()
     assert not (tmp_path / "engine-0.sock").exists()
@@ -357,6 +369,7 @@ def test_a_running_driver_call_is_not_torn_down_but_reported(tmp_path, serve, ki
     if kind is UnmapKeep:
         eventually(lambda: memory.actions)
         server.apply_step_ops(group.step_ops())
+        group._last_step_s = math.inf
         group.unmap([(1, 1)], 0)
     assert memory.begun.wait(WAIT_S)
     assert not server.close()
@@ -364,6 +377,7 @@ def test_a_running_driver_call_is_not_torn_down_but_reported(tmp_path, serve, ki
     assert "has not ended" in caplog.text
     with pytest.raises(PeerTimeout):
         connect(tmp_path, timeout_s=0.05)
+    monkeypatch.undo()
     memory.let_go.set()
     assert server.close()
     assert not (tmp_path / "engine-0.sock").exists()
@@ -390,6 +404,7 @@ def test_a_mapper_with_a_bug_is_a_lost_rank(tmp_path, serve):
     group.begin_steps()
     assert group.map([(1, 1)], urgent=True).result(WAIT_S) == DONE
     server.apply_step_ops(group.step_ops())
+    group._last_step_s = math.inf
     memory.begun.set = None  # the slow lane trips over it
     assert group.unmap([(1, 1)], 0).result(WAIT_S).verdict is Verdict.BROKEN
     group.close()

@@ -105,10 +105,12 @@ def _remove_stale(path: Path) -> None:
             probe.connect(str(path))
         except FileNotFoundError:
             return
-        except (ConnectionRefusedError, TimeoutError):
+        except ConnectionRefusedError:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
             return
+        except (BlockingIOError, TimeoutError):
+            pass  # it lives, and has an owner: it accepts nobody else
     raise PeerRefused(f"another live process listens at {path}: two instances with the same name; set KVCACHED_IPC_NAME to tell them apart")
 
 

@@ -28,6 +28,7 @@ from kvcached.ranks.limits import SharedLimits
 from kvcached.ranks.link import Link, connect_all
 from kvcached.ranks.loop import Loop
 from kvcached.ranks.messages import Goodbye, Hello, Message, StatusRequest
+from kvcached.ranks.scale import Scale
 from kvcached.ranks.transactions import Answer, Classes, classes_of
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ class RankGroup:
             for link in self._links:
                 link.close()
             raise
-        self._steps_bytes = [facts.geometry.release_step_bytes for facts in self.facts]
-        self._unit_bytes = self.shared_facts.geometry.release_step_bytes
+        steps_bytes = [facts.geometry.release_step_bytes for facts in self.facts]
+        self._scale = Scale(steps_bytes, self.shared_facts.geometry.release_step_bytes)
         self._coordinator = Coordinator(len(self._links), names=[link.name for link in self._links])
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -145,7 +146,7 @@ class RankGroup:
             for link in self._links:
                 if link.rank not in self._reporting and not self._failure:
                     self._reporting.add(link.rank)
-                    self._ask([link.rank], lambda rank: self._share(report, rank), self._reporting.difference_update)
+                    self._ask([link.rank], lambda rank: self._scale.report_of(rank, report), self._reporting.difference_update)
 
     def when_lost(self, tell: Callable[[str], None]) -> None:
         with self._turn():
@@ -234,7 +235,7 @@ class RankGroup:
         if outcome.verdict is not Verdict.EXHAUSTED:
             return outcome
         spare_pages = sum(pages * max(0, self._spare(pages)) for pages, _ in need)
-        return replace(outcome, size_bytes=outcome.size_bytes + spare_pages * self._unit_bytes)
+        return replace(outcome, size_bytes=outcome.size_bytes + spare_pages * self._scale.unit_bytes)
 
     def _spare(self, run_pages: int) -> int:
         return max(0, self._coordinator.credit(run_pages) - self._claimed[run_pages])
@@ -249,12 +250,13 @@ class RankGroup:
             then(_DONE)
 
     def _release_recalled(self) -> None:
-        """What is complete on every rank is credit now, and nobody has a claim on it."""
+        """What is complete on every rank is unmapped and credit now, and nobody has a claim on it. Credit that cannot be released
+        just now changes nothing about that: it goes with the next trim."""
         complete = self._coordinator.completed_everywhere
         due = [item for item in self._recalled if item[0] <= complete]
         self._recalled = [item for item in self._recalled if item[0] > complete]
         for _, classes, future in due:
-            self._release(classes, lambda outcome, future=future: self._finish(future, outcome))  # type: ignore[misc]
+            self._release(classes, lambda outcome, future=future: self._finish(future, _unmapped(outcome)))  # type: ignore[misc]
 
     def _flush_recalled(self) -> None:
         """No step came for a while."""
@@ -291,7 +293,7 @@ class RankGroup:
                     self._unsent.clear()  # every message carries the tail
                     self._transmit(self._links[rank], message)
                 case Settle(tx, outcome):
-                    self._then.pop(tx)(outcome)
+                    self._then.pop(tx, _nothing)(outcome)
                 case Remind(tx, attempt, after_s):
                     self._loop.after(after_s, lambda tx=tx, attempt=attempt: self._remind(tx, attempt))  # type: ignore[misc]
                 case Fail(reason):
@@ -323,20 +325,7 @@ class RankGroup:
             self._transmit(self._links[rank], make(rank), number)
 
     def _ask_limits(self, limits: LimitsRequest, ranks: Sequence[int], then: Callable[[Answers], None]) -> None:
-        def share(rank: int) -> LimitsRequest:
-            limit_bytes, floor_bytes = self._to_rank(rank, limits.limit_bytes), self._to_rank(rank, limits.floor_bytes)
-            return replace(limits, limit_bytes=limit_bytes, floor_bytes=floor_bytes)
-
-        self._ask(ranks, share, then)
-
-    def _share(self, report: Report, rank: int) -> Report:
-        return Report(*(self._to_rank(rank, getattr(report, name)) for name in Report.__slots__))
-
-    def _to_rank(self, rank: int, size_bytes: int) -> int:
-        return -(-size_bytes * self._steps_bytes[rank] // self._unit_bytes)
-
-    def _to_owner(self, rank: int, outcome: Outcome) -> Outcome:
-        return replace(outcome, size_bytes=outcome.size_bytes * self._unit_bytes // self._steps_bytes[rank])
+        self._ask(ranks, lambda rank: self._scale.limits_of(rank, limits), then)
 
     # ------------------------------------------------------------------ what comes from the ranks
 
@@ -355,7 +344,7 @@ class RankGroup:
 
     def _received(self, link: Link, message: Message, number: int) -> None:
         if isinstance(message, Answer):
-            answer = replace(message, outcome=self._to_owner(link.rank, message.outcome))
+            answer = replace(message, outcome=self._scale.to_owner(link.rank, message.outcome))
             self._carry_out(self._coordinator.answered(link.rank, answer))
             self._release_recalled()
         elif isinstance(message, Goodbye):
@@ -398,3 +387,11 @@ class RankGroup:
             self._then.popitem()[1](outcome)
         for link in self._links:
             self._inquiries.lost(link.rank)
+
+
+def _unmapped(release: Outcome) -> Outcome:
+    return _DONE if release.verdict in (Verdict.EXHAUSTED, Verdict.REFUSED, Verdict.BUSY) else release
+
+
+def _nothing(_: Outcome) -> None:
+    """Whoever waited was told already, when the group was closed."""

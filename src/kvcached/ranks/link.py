@@ -51,6 +51,7 @@ class Link:
     def _connect(self, deadline_s: float) -> socket.socket:
         while True:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.settimeout(_RETRY_S)  # a mapper that has an owner accepts nobody: its queue is full some time
             try:
                 connection.connect(str(self.path))
             except OSError as error:

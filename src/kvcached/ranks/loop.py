@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import math
@@ -29,6 +30,7 @@ class Loop:
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._lock = threading.Lock()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -69,7 +71,8 @@ class Loop:
             self._close()
 
     def _wake(self) -> None:
-        self._wake_write.send(b"x")
+        with contextlib.suppress(BlockingIOError):  # many wake-ups wait already
+            self._wake_write.send(b"x")
 
     def _close(self) -> None:
         self._selector.close()

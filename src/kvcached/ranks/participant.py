@@ -214,8 +214,8 @@ class Participant:
         return self._unmap_in_turn(deed)
 
     def owner_lost(self) -> list[Effect]:
-        """Nobody decides any more: no transaction goes on from here. Steps that are still queued have their operations all the same,
-        and what is held stays held until the mapper is closed."""
+        """Nobody decides any more: no transaction goes on from here, and what is held stays held until the mapper is closed. Whoever runs
+        this machine must let no step begin any more."""
         self._orphaned = True
         return []
 

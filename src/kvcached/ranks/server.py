@@ -240,7 +240,7 @@ class RankServer:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0))
         close_in_forked_child(connection)
         self._connection = connection
-        return reader
+        return None if self._stopping.is_set() else reader  # close() may have looked before there was a connection
 
     def _answer_until_gone(self, reader: FrameReader) -> None:
         while True:

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Final
 from kvcached.core.ledger import Ledger
 from kvcached.core.pages import NO_MARKER
 from kvcached.errors import InvariantBroken, KVCachedError, Misuse, PeerRefused, PeerTimeout, PoolExhausted, StateUnknown
-from kvcached.ranks.api import LimitsRequest, MapperPort, MapperStatus, Report, Verdict
+from kvcached.ranks.api import LimitsRequest, MapperPort, MapperStatus, Outcome, Report, Verdict
 from kvcached.runtime.forking import OrphanedLock, in_forked_child
 from kvcached.runtime.pagework import PageWork
 from kvcached.units import ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from concurrent.futures import Future
 
     from kvcached.core.geometry import BlockGeometry
     from kvcached.core.limits import Limits
@@ -87,6 +88,7 @@ class Pool:
         self._work = PageWork(
             self._ledger, port, self.lock, large_run_pages=self.options.large_run_pages, stranded_fraction=self.options.stranded_fraction
         )
+        self._late_limits: list[tuple[Limits, Future[Outcome]]] = []
         self._last_refusal = ""
         self._refused_until_s = 0.0
         self._adopt(adopted_pages)
@@ -276,31 +278,52 @@ class Pool:
 
     def set_limits(self, limits: Limits, deadline_s: float = 1.0) -> None:
         """Replace limit, floor and weight, in the card's record and here. Nothing owned is taken; the keeper brings the pool below a
-        lower limit. Raises `PeerRefused` when the card does not allow them, `PeerTimeout`; then nothing has changed.
+        lower limit. Raises `PeerRefused` when the card does not allow them: nothing has changed; `PeerTimeout`: they may still come
+        into force, in the record and here alike.
         """
         self._work.refuse()
         floor_bytes = min(limits.floor_bytes, limits.limit_bytes)  # a pool cannot claim what it may not hold
         future = self._port.set_limits(LimitsRequest(limits.limit_bytes, floor_bytes, limits.weight, limits.revision))
         wait_for([future], deadline_s)
         if not future.done():
-            raise PeerTimeout(f"the mapper did not enter the limits within {deadline_s:g} s")
+            with self.lock:
+                self._late_limits.append((limits, future))
+            raise PeerTimeout(f"the mapper has not entered the limits within {deadline_s:g} s; they count from when it does")
         outcome = future.result()
         if outcome.verdict is Verdict.BUSY:
             raise PeerTimeout(outcome.reason)
         if outcome.verdict is not Verdict.DONE:
             raise PeerRefused(outcome.reason)
         with self.lock:
-            self._ledger.set_limit(self._pages_within(limits.limit_bytes), limits.revision)
-            self.limits = limits
+            self._settle_late_limits()
+            self._adopt_limits(limits)
+
+    def _adopt_limits(self, limits: Limits) -> None:
+        self._ledger.set_limit(self._pages_within(limits.limit_bytes), limits.revision)
+        self.limits = limits
+
+    def _settle_late_limits(self) -> None:
+        """Of changes that were given up waiting for, those that the mapper has entered since."""
+        late, self._late_limits = self._late_limits, []
+        for limits, future in late:
+            if not future.done():
+                self._late_limits.append((limits, future))
+            elif future.exception() is None and future.result().verdict is Verdict.DONE:
+                self._adopt_limits(limits)
+
+    def _settle(self) -> None:
+        self._work.settle()
+        if self._late_limits:
+            self._settle_late_limits()
 
     def overage_pages(self) -> int:
         with self.lock:
-            self._work.settle()
+            self._settle()
             return self._ledger.overage_pages()
 
     def counts(self) -> PoolCounts:
         with self.lock:
-            self._work.settle()
+            self._settle()
             return self._ledger.counts()
 
     def port_status(self, timeout_s: float) -> MapperStatus:

@@ -89,7 +89,7 @@ class ElasticWorker(_Worker):
             self._memory.apply(Steps.operations_of(scheduler_output))
             output = super().execute_model(scheduler_output, *args, **kwargs)
             self.kvcached_step = Steps.number_of(scheduler_output)
-            if output is not None:  # None: the step goes on with sample_tokens
+            if output is not None or self._ends_without_sampling:  # else the step goes on with sample_tokens
                 self._memory.note_submitted(self.kvcached_step)
             return output
 
@@ -102,6 +102,11 @@ class ElasticWorker(_Worker):
     def execute_dummy_batch(self, *args: Any, **kwargs: Any) -> Any:
         with self._memory.occupancy:
             return super().execute_dummy_batch(*args, **kwargs)
+
+    @property
+    def _ends_without_sampling(self) -> bool:
+        """Pooling models: no stage but the last returns anything, and none samples."""
+        return bool(self.vllm_config.model_config.runner_type == "pooling")
 
     @property
     def _memory(self) -> WorkerMemory:

@@ -152,12 +152,12 @@ class WorkerMemory:
 
     def _owner_lost(self) -> None:
         """Without a scheduler no step will come. One may still run: its memory stays until it has ended."""
-        if self.occupancy.close("the scheduler of this engine is gone, and its KV memory with it", _STEP_END_S):
-            self._fence().wait(_STEP_END_S)
+        ended = self.occupancy.close("the scheduler of this engine is gone, and its KV memory with it", _STEP_END_S)
+        if ended and self._fence().wait(_STEP_END_S):
             self.close()
         else:
             _log.error(
-                "rank %d of %s lost its scheduler, and a step has been running for %g s since: its memory is kept until the process ends",
+                "rank %d of %s lost its scheduler, and its work has not ended for %g s since: its memory is kept until the process ends",
                 self._rank,
                 self._identity.instance,
                 _STEP_END_S,
