@@ -51,7 +51,15 @@ def test_usual_arguments_are_taken() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("tp_size", 2), ("dp_size", 4), ("disaggregation_mode", "decode"), ("enable_memory_saver", True), ("speculative_algorithm", "EAGLE")],
+    [
+        ("tp_size", 2),
+        ("dp_size", 4),
+        ("disaggregation_mode", "decode"),
+        ("enable_memory_saver", True),
+        ("speculative_algorithm", "EAGLE"),
+        ("enable_flexkv", True),
+        ("radix_cache_backend", "theirs"),
+    ],
 )
 def test_what_cannot_be_elastic_is_named(name: str, value: object) -> None:
     with pytest.raises(EngineNotSupported, match=f"{name}={value}"):

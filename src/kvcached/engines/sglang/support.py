@@ -19,6 +19,8 @@ _ARGUMENTS: Final[tuple[tuple[str, object, str], ...]] = (
     ("enable_memory_saver", False, "the memory saver pauses and resumes KV memory as a whole; elastic memory needs no saver"),
     ("enable_hierarchical_cache", False, "the hierarchical cache copies between layouts of its own"),
     ("enable_lmcache", False, "LMCache registers KV memory as a whole"),
+    ("enable_flexkv", False, "FlexKV registers KV memory as a whole"),
+    ("radix_cache_backend", None, "a prefix cache of another package evicts and copies in ways of its own"),
     ("enable_unified_cache_external_linker", False, "an external cache linker registers KV memory as a whole"),
     ("enable_kv_cache_sharding", False, "a KV cache that is sharded by pages has a layout of its own"),
     ("enable_pdmux", False, "PD multiplexing runs prefill and decode on streams of its own"),
