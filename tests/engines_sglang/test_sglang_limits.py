@@ -11,6 +11,7 @@ from sglang_harness.matrix import LATE, LIMITS, NEWEST, REFUSALS, SQUEEZE_PAGES,
 if TYPE_CHECKING:
     from sglang_harness.cases import Batch
 
+TELLING = (NEWEST, "0.5.11")  # an aborted prefill's client is told why; the releases between have no place for it
 SQUEEZES = [(version, case.name) for version in VERSIONS for case in LIMITS[version] if case in SQUEEZED]
 
 
@@ -53,8 +54,10 @@ def test_a_prompt_above_the_limit_is_turned_away_with_both_numbers(ran: dict[str
     seen = ran[version]["long"]
     reason = seen["reasons"].pop("long")
     assert "needs 700 tokens" in reason
-    assert "can hold 495 at most" in reason
+    assert "can hold 480 at most" in reason
     assert "400" in reason
+    assert "needs 481 tokens" in seen["reasons"].pop("beyond")
+    assert len(seen["tokens"]["longest"]) == 8
     assert all("length" in other for other in seen["reasons"].values())
     assert first_round(seen["tokens"]) == stock(ran, version)
 
@@ -65,6 +68,23 @@ def test_a_request_that_waits_ends_when_the_limit_falls_below_it(ran: dict[str, 
     assert "needs 900 tokens" in seen["reasons"]["waiting"]
     assert "length" in seen["reasons"]["running"]
     assert len(seen["tokens"]["running"]) == 40
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_prefill_under_way_ends_when_the_limit_falls_below_it(ran: dict[str, Batch], version: str) -> None:
+    seen = ran[version]["parked"]
+    assert seen["fell"] > 0
+    assert "needs 900 tokens" in ran[version].log("parked")
+    assert "needs 900 tokens" in seen["reasons"]["long"] or version not in TELLING
+    assert seen["tokens"]["long"] == []
+    assert (len(seen["tokens"]["next"]), set(seen["held_pages"]), seen["problems"]) == (8, {1}, [])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_request_that_found_the_card_full_is_served_when_it_is_not(ran: dict[str, Batch], version: str) -> None:
+    seen = ran[version]["crowded"]
+    assert seen["waited"] > 10
+    assert len(seen["tokens"]["late"]) == 8
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -48,8 +48,16 @@ COMPARED: dict[str, tuple[Case, ...]] = {
     **dict.fromkeys(OLDER, (LLAMA_16,)),
 }
 SQUEEZED = (Case("squeeze-1", "squeeze", arguments={"page_size": 1}, also=SQUEEZE), Case("squeeze-16", "squeeze", also=SQUEEZE))
-LONG = Case("long", "hopeless", environment={"KVCACHED_LIMIT": "1MiB"}, also={"long": 700})
+LONG = Case("long", "hopeless", environment={"KVCACHED_LIMIT": "1MiB"}, also={"long": 700, "longest": 480})
 LOWERED = Case("lowered", "lowered", arguments={"max_running_requests": 1}, also={"pages": 10})
+PARKED = Case("parked", "parked", also={"pages": 4})
+CROWDED = Case(
+    "crowded",
+    "crowded",
+    arguments={"chunked_prefill_size": 512},
+    environment={"KVCACHED_PAGE_PREALLOC_ENABLED": "false", "KVCACHED_FLOOR": "0"},
+    also={"turns": 30},
+)
 CAPPED = Case("capped", "cached", environment={"KVCACHED_MAX_CACHED_TOKENS": "400"})
 UNCAPPED = Case("uncapped", "cached")
 ASKED = Case("asked", "asked")
@@ -75,8 +83,8 @@ LATE = tuple(  # without a tree, where only what ends comes back, and with one, 
 )
 PAGES_OF_ONE = LLAMA_1  # on the older releases, against the tokens of pages of 16
 LIMITS: dict[str, tuple[Case, ...]] = {
-    NEWEST: (*SQUEEZED, LONG, LOWERED, CAPPED, UNCAPPED, ASKED, OCCUPATION),
-    **dict.fromkeys(OLDER, (SQUEEZED[1], LONG, LOWERED, CAPPED)),
+    NEWEST: (*SQUEEZED, LONG, LOWERED, PARKED, CROWDED, CAPPED, UNCAPPED, ASKED, OCCUPATION),
+    **dict.fromkeys(OLDER, (SQUEEZED[1], LONG, LOWERED, PARKED, CROWDED, CAPPED)),
 }
 
 

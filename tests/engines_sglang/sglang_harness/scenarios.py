@@ -84,19 +84,31 @@ def after_flush(engine: Engine) -> dict[str, Any]:
     def leased() -> list[int]:
         return [bank.pool.port_status(1.0).lease_bytes // bank.pool.geometry.release_step_bytes for bank in banks]
 
-    settle(lambda: set(leased()) <= {1})
+    held = settle(lambda: [bank.pool.counts().held_pages for bank in banks], lambda pages: set(pages) <= {1})
     return {
         "flushed": flushed,
-        "held_pages": [bank.pool.counts().held_pages for bank in banks],
-        "leased": leased(),
+        "held_pages": held,
+        "leased": settle(leased, lambda pages: set(pages) <= {1}),
         "problems": [problem for bank in banks for problem in bank.problems()],
     }
 
 
-def settle(done: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def settle(look: Callable[[], Any], accept: Callable[[Any], bool], timeout_s: float = 5.0) -> Any:
+    """What was seen when it was accepted, or last: another look may see what the keeper does next."""
     deadline = time.monotonic() + timeout_s
-    while not done() and time.monotonic() < deadline:
+    while not accept(seen := look()) and time.monotonic() < deadline:
         time.sleep(0.02)
+    return seen
+
+
+def set_limit(bank: Any, pages: int) -> None:
+    """As an operator does, through the control endpoint."""
+    from kvcached.config import load_settings
+    from kvcached.runtime.control import ControlClient
+    from kvcached.runtime.endpoint import endpoint_path
+
+    settings = load_settings()
+    ControlClient(endpoint_path(settings.run_dir, str(settings.instance_name)), 5.0).limit(pages * bank.pool.geometry.release_step_bytes)
 
 
 def count_retractions(engine: Engine) -> list[int]:
@@ -124,11 +136,7 @@ def squeeze(release: Release, case: Case) -> dict[str, Any]:
 
     def change(_: Engine) -> None:
         if bank is not None and engine.step in limits:
-            from dataclasses import replace
-
-            pool = bank.pool
-            size_bytes = limits[engine.step] * pool.geometry.release_step_bytes
-            pool.set_limits(replace(pool.limits, limit_bytes=size_bytes, revision=pool.limits.revision + 1))
+            set_limit(bank, limits[engine.step])
         if engine.step == max(limits):
             send_round(engine, case, "b")
         if bank is not None:
@@ -141,18 +149,18 @@ def squeeze(release: Release, case: Case) -> dict[str, Any]:
 
 
 def hopeless(release: Release, case: Case) -> dict[str, Any]:
-    """One prompt is longer than the limit; another becomes so while it waits. The rest is served."""
+    """One prompt is longer than the limit, one by a token, and one is as long as can be. The rest is served."""
     engine = start(release, case)
     send_round(engine, case, "a")
     engine.send("long", prompt(9, case["long"]), 8)
+    engine.send("beyond", prompt(10, case["longest"] + 1), 8)
+    engine.send("longest", prompt(11, case["longest"]), 8)
     out = engine.run()
     return {"tokens": out, "reasons": engine.reasons()} | after_flush(engine)
 
 
 def lowered(release: Release, case: Case) -> dict[str, Any]:
     """A request waits behind another (of one at a time); then the limit falls below what it needs."""
-    from dataclasses import replace
-
     engine = start(release, case)
     (bank,) = pools_of(engine)
     engine.send("running", prompt(1, 200), 40)
@@ -161,11 +169,48 @@ def lowered(release: Release, case: Case) -> dict[str, Any]:
         if engine.step == 4:
             engine.send("waiting", prompt(2, 900), 8)
         if engine.step == 12:
-            pool = bank.pool
-            pool.set_limits(replace(pool.limits, limit_bytes=case["pages"] * pool.geometry.release_step_bytes, revision=1))
+            set_limit(bank, case["pages"])
 
     out = engine.run(change)
     return {"tokens": out, "reasons": engine.reasons()} | after_flush(engine)
+
+
+def parked(release: Release, case: Case) -> dict[str, Any]:
+    """The limit falls below what a prefill under way needs; then another request comes."""
+    engine = start(release, case)
+    (bank,) = pools_of(engine)
+    engine.send("long", prompt(1, 900), 8)
+    fell = [0]
+
+    def change(_: Engine) -> None:
+        if engine.scheduler.chunked_req is not None and not fell[0]:
+            set_limit(bank, case["pages"])
+            fell[0] = engine.step
+        if engine.step == fell[0] + 5:
+            engine.send("next", prompt(2, 100), 8)
+
+    out = engine.run(change)
+    return {"tokens": out, "reasons": engine.reasons(), "fell": fell[0]} | after_flush(engine)
+
+
+def crowded(release: Release, case: Case) -> dict[str, Any]:
+    """Another pool was there first and holds nearly all of the card while a request comes to an idle engine; later it goes."""
+    from kvcached.runtime.api import open_card
+
+    with open_card("host:0", instance_name="other") as card:
+        other = card.open_pool("other", block_bytes=1 << 20, blocks=card.budget_bytes >> 20)
+        other.take(other.geometry.num_blocks)
+        engine = start(release, case)
+        waited: list[int] = []
+
+        def change(_: Engine) -> None:
+            waited.append(len(engine.scheduler.waiting_queue))
+            if engine.step == case["turns"]:
+                other.close()
+
+        engine.send("late", prompt(1, 500), 8)
+        out = engine.run(change)
+    return {"tokens": out, "waited": sum(waited)} | after_flush(engine)
 
 
 def cached(release: Release, case: Case) -> dict[str, Any]:
@@ -195,8 +240,7 @@ def asked(release: Release, case: Case) -> dict[str, Any]:
         answer["status"] = client.status().owned_bytes // bank.pool.geometry.block_stride_bytes
         answer["evicted"] = client.evict(bank.pool.geometry.range_bytes).given_bytes
         answer["trimmed"] = client.trim().given_bytes
-        settle(lambda: bank.pool.counts().held_pages == 1)
-        answer["held"] = bank.pool.counts().held_pages
+        answer["held"] = settle(lambda: bank.pool.counts().held_pages, lambda pages: pages == 1)
         send_round(engine, case, "b")
 
     asker = threading.Thread(target=ask)
@@ -225,8 +269,7 @@ def occupation(release: Release, case: Case) -> dict[str, Any]:
         if engine.step_in_run == 2:
             engine.put(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
         if engine.step_in_run == 5:
-            settle(lambda: bank.pool.counts().held_pages == 1)
-            held.append(bank.pool.counts().held_pages)
+            held.append(settle(lambda: bank.pool.counts().held_pages, lambda pages: pages == 1))
             engine.put(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
             send_round(engine, case, "b")
 

@@ -151,6 +151,7 @@ class Adapter:
         try:
             original(scheduler, server_args, *args, **kwargs)
             self._watch = SchedulerWatch(scheduler, self.memory, settings.max_cached_tokens)
+            self.memory.serve()
         except BaseException:
             if self._memory is not None:
                 self._memory.close()
@@ -173,14 +174,13 @@ class Adapter:
 
     def schedule(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         with self.watch.lock:
+            self.watch.reopen()
             plan = original(scheduler, *args, **kwargs)
             if getattr(plan, "batch_to_run", plan) is None:
                 self.watch.end_hopeless()
+            else:
+                self.watch.begin_step()
             return plan
-
-    def run_step(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        self.watch.begin_step()
-        return original(scheduler, *args, **kwargs)
 
     def finish_step(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         with self.watch.lock:
@@ -203,7 +203,8 @@ class Adapter:
 
     def flush(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         with self.watch.lock:
-            self.watch.finish_all()
+            if scheduler.is_fully_idle():
+                self.watch.finish_all()
             done = original(scheduler, *args, **kwargs)
         if done:
             self.watch.rest()

@@ -20,7 +20,7 @@ def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwar
     if gates is None:
         return original(adder, req, *args, **kwargs)
     with adder._lock_node(req.last_node) if gates.can_evict() else contextlib.nullcontext():
-        if _is_parked(adder) or not gates.secure(_reserved(adder) + _paged(gates, _chunk_of(adder, _extend_tokens(req)))):
+        if _is_parked(adder) or not gates.secure(_reserved(adder, gates) + _paged(gates, _chunk_of(adder, _extend_tokens(req)))):
             return _no_token()
         return original(adder, req, *args, **kwargs)
 
@@ -30,7 +30,7 @@ def admit_chunk(original: Callable[..., Any], adder: Any, req: Any) -> Any:
     gates = gates_of(adder.token_to_kv_pool_allocator)
     if gates is None:
         return original(adder, req)
-    tokens = gates.secure_chunk(_chunk_of(adder, _extend_tokens(req)), _reserved(adder))
+    tokens = gates.secure_chunk(_chunk_of(adder, _extend_tokens(req)), _reserved(adder, gates))
     if tokens is None:
         adder.kvcached_parked = True
         if not hasattr(req, "set_extend_range"):  # these releases cache what they take for computed
@@ -65,10 +65,16 @@ def _is_parked(adder: Any) -> bool:
     return bool(getattr(getattr(adder, "memory_budget", adder), "kvcached_parked", False))
 
 
-def _reserved(adder: Any) -> int:
-    """What this pass has promised already and not allocated yet."""
+def _reserved(adder: Any, gates: Gates) -> int:
+    """What this pass has promised already and not allocated yet.
+
+    SGLang counts one slot for each request that decodes along with a prefill. It may take a page.
+    """
     budget = getattr(adder, "memory_budget", None)
-    return int(adder.cur_rem_token_offset if budget is None else budget.current_offset)
+    if budget is not None:
+        return int(budget.current_offset)  # made by our allocators, which count pages
+    decoding = len(adder.running_batch.reqs) if gates.mixes_decode and adder.running_batch is not None else 0
+    return int(adder.cur_rem_token_offset) + decoding * (gates.page_slots - 1)
 
 
 def _extend_tokens(req: Any) -> int:

@@ -95,7 +95,7 @@ class ElasticAllocator(_Base):
     def create_prefill_budget(self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> Any:
         from kvcached.engines.sglang.budget import ElasticPrefillBudget
 
-        return ElasticPrefillBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+        return ElasticPrefillBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens * self.page_size)
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> None:
         with self.kvcached_bank.pool.lock:

@@ -80,25 +80,28 @@ class Gate:
     def pages(self, slots: int) -> int:
         return ceil_div(int(slots), self.bank.page_slots)
 
-    def secure(self, slots: int) -> bool:
-        """Whether so many slots can be taken now, after mapping pages and evicting from the tree if need be."""
+    def secure(self, slots: int, *, insist: bool = True) -> bool:
+        """Whether so many slots can be taken now, after mapping pages and evicting from the tree if need be.
+
+        `insist`: ask a card that has just refused once more. Not for who can do with fewer, and asks at every turn.
+        """
         pool, pages = self.bank.pool, self.pages(slots)
         self.bank.settle()
         missing = pages - pool.available()
         if missing <= 0:
             return True
         can_evict = self.pages(self.tree.evictable()) >= missing
-        self._grow(missing, urgent=not can_evict)
+        self._grow(missing, urgent=not can_evict, insist=insist and not can_evict)
         while (missing := pages - pool.available()) > 0 and self.tree.evict(missing * self.bank.page_slots):
             self.bank.settle(wait=True)
         if missing > 0:
             self.bank.settle(wait=True)
         return pool.available() >= pages
 
-    def _grow(self, pages: int, *, urgent: bool) -> None:
+    def _grow(self, pages: int, *, urgent: bool, insist: bool) -> None:
         """A card that has just refused is not asked again at once, unless requests would have to wait."""
         now_s = time.monotonic()
-        if not urgent and now_s < self._refused_until_s:
+        if not insist and now_s < self._refused_until_s:
             return
         if self.bank.pool.grow(pages, urgent=urgent) < pages:
             self._refused_until_s = now_s + _BACKOFF_S
@@ -120,7 +123,7 @@ class Gate:
         self.bank.settle()
         missing = self.pages(slots) - self.bank.pool.available() - self.bank.arriving_pages
         if missing > 0:
-            self._grow(missing, urgent=False)
+            self._grow(missing, urgent=False, insist=False)
             self.evict_ahead(slots)
 
     def evict_ahead(self, slots: int) -> None:
@@ -144,6 +147,7 @@ class Gates:
         self._window = window
         self.all = (full,) if window is None else (full, window)
         self.page_slots = full.bank.page_slots
+        self.mixes_decode = False  # whether requests decode in the batch of a prefill
 
     @property
     def window(self) -> Gate:
@@ -162,14 +166,14 @@ class Gates:
         for gate in self.all:
             gate.prepare(slots)
 
-    def secure(self, slots: int) -> bool:
+    def secure(self, slots: int, *, insist: bool = True) -> bool:
         """Whether so many slots of each kind can be taken now."""
-        return all([gate.secure(slots) for gate in self.all])
+        return all([gate.secure(slots, insist=insist) for gate in self.all])
 
     def secure_chunk(self, slots: int, reserved: int) -> int | None:
         """As many slots of `slots` as can be had beside `reserved` ones, in whole pages where they are fewer; None for none."""
         page = self.page_slots
-        if self.secure(reserved + self.full.pages(slots) * page + page):
+        if self.secure(reserved + self.full.pages(slots) * page + page, insist=False):
             return slots
         ready = min(gate.bank.ready_slots for gate in self.all) - reserved - page
         return ready // page * page if ready >= page else None

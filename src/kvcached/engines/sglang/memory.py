@@ -90,6 +90,15 @@ class EngineMemory:
                 return part
         raise EngineNotSupported(f"SGLang's {type(kv_pool).__name__} got its memory in another way than this adapter knows")
 
+    def serve(self) -> None:
+        """Start keepers and control endpoints, when the engine is complete: their threads ask for events, which spoils a graph capture.
+
+        Raises `SettingError` (a live process has the name), `PeerRefused` (a floor that was asked for does not fit).
+        """
+        for part in self.parts:
+            if part.owner is not None:
+                part.owner.start()
+
     def close(self) -> None:
         """Give everything back. A second call does nothing."""
         for part in self.parts:
@@ -154,7 +163,7 @@ class PoolMemory:
         ]
 
     def start(self, longest_request_tokens: int) -> Gate:
-        """Make the pool of slots, with the padding page taken for ever."""
+        """Make the pool of slots, with the padding page taken for ever; `EngineMemory.serve` starts its owner."""
         page_slots = self.kv_pool.page_size
         self.owner = Owner(
             self.engine.settings,
@@ -172,7 +181,6 @@ class PoolMemory:
         gate = Gate(bank)
         pool.reclaim = lambda blocks: self._reclaim(gate, blocks)
         self.owner.operations.longest_request_tokens = lambda: bank.most_slots
-        self.owner.start()
         return gate
 
     def _reclaim(self, gate: Gate, blocks: int) -> int:

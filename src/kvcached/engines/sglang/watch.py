@@ -34,6 +34,8 @@ class SchedulerWatch:
             raise EngineNotSupported(f"{type(scheduler.token_to_kv_pool_allocator).__name__} is not elastic: something replaced it")
         self.gates = gates.all
         self.lock = memory.lock  # held through each entry point: keeper and control endpoint act between two of them
+        gates.mixes_decode = bool(scheduler.is_mixed_chunk)
+        self._window_tokens = int(scheduler.sliding_window_size or 0) + gates.page_slots
         self._ahead_slots = _slots_of_a_step(scheduler) if self.gates[0].bank.arrives_late else 0
         with self.lock:
             gates.watch_tree(scheduler.tree_cache)
@@ -53,9 +55,8 @@ class SchedulerWatch:
     def begin_step(self) -> None:
         """What is freed from now on may be read by this step."""
         self._begun += 1
-        with self.lock:
-            for gate in self.gates:
-                gate.bank.marker = self._begun
+        for gate in self.gates:
+            gate.bank.marker = self._begun
 
     def finish_step(self) -> None:
         """The oldest step under way has its tokens on the host: it has finished."""
@@ -86,35 +87,53 @@ class SchedulerWatch:
                 part.owner.keeper.tick()  # it would take the emptying of pages for work, and fill its reserve for more
                 part.owner.rest()
 
+    def reopen(self) -> None:
+        """A request got no memory, and SGLang lets nobody in until one that runs has ended: where none runs, that never comes."""
+        running = self._scheduler.running_batch
+        if running.is_empty():
+            running.batch_is_full = False
+
     # ------------------------------------------------------------------ requests that can never be served
 
     def require_room(self, req: Any) -> None:
         """Turn away a prompt that the pool can never hold."""
-        reason = self._too_long(len(req.origin_input_ids))
+        reason = self._too_long(len(req.origin_input_ids), self._at_once())
         if reason:
             req.set_finish_with_abort(reason)
 
-    def _too_long(self, tokens: int) -> str:
-        bank = self.gates[0].bank
-        most = bank.most_slots - 1
-        if tokens <= most:
-            return ""
-        return (
-            f"the request needs {tokens} tokens of KV cache and the pool can hold {most} at most at its present limit; "
-            "raise its limit (kvctl limit, KVCACHED_LIMIT) or send a shorter request"
-        )
+    def _at_once(self) -> int | None:
+        """Tokens that a pool of windows must have room for before a prefill begins; None for all of them."""
+        chunk = self._scheduler.chunked_prefill_size
+        return max(self._window_tokens, int(chunk)) if chunk else None
+
+    def _too_long(self, tokens: int, at_once: int | None) -> str:
+        """`at_once`: how many of them a pool of windows has to hold at the same time."""
+        in_window = tokens if at_once is None else min(tokens, at_once)
+        for gate, needed in ((self.gates[0], tokens), (self.gates[-1], in_window)):
+            most = gate.bank.longest_prompt_slots
+            if needed > most:
+                return (
+                    f"the request needs {needed} tokens of KV cache and the pool can hold {most} at most at its present limit; "
+                    "raise its limit (kvctl limit, KVCACHED_LIMIT) or send a shorter request"
+                )
+        return ""
 
     def end_hopeless(self) -> None:
         """Nothing could be scheduled. Requests that wait for what can never be there end with an error; others wait for memory."""
         scheduler = self._scheduler
         for req in list(scheduler.waiting_queue):
-            reason = self._too_long(len(req.origin_input_ids) + len(req.output_ids))
+            reason = self._too_long(_tokens_of(req), self._at_once())
             if reason:
                 _end_waiting(scheduler, req, reason)
         chunked = scheduler.chunked_req
-        if chunked is not None and self._too_long(len(chunked.origin_input_ids)):
-            _log.error("request %s: %s", chunked.rid, self._too_long(len(chunked.origin_input_ids)))
-            _abort(scheduler, chunked.rid)
+        reason = "" if chunked is None else self._too_long(_tokens_of(chunked), self._window_tokens)
+        if reason:
+            _end_chunked(scheduler, chunked, reason)
+
+
+def _tokens_of(req: Any) -> int:
+    """A request that was retracted takes up what it has decoded as well."""
+    return len(req.origin_input_ids) + len(req.output_ids)
 
 
 def _slots_of_a_step(scheduler: Any) -> int:
@@ -125,13 +144,39 @@ def _slots_of_a_step(scheduler: Any) -> int:
 
 def _end_waiting(scheduler: Any, req: Any, reason: str) -> None:
     """Take a request out of the queue, and tell its client why."""
-    from sglang.srt.managers.io_struct import AbortReq
-
     _log.error("request %s ended with an error: %s", req.rid, reason)
     scheduler.waiting_queue.remove(req)
     release = getattr(scheduler, "_release_aborted_request", None)
     if release is not None:
         release(req)
+    _tell(scheduler, req, reason)
+
+
+def _end_chunked(scheduler: Any, req: Any, reason: str) -> None:
+    """End a prefill under way: by SGLang's own mark for the next turn, or here, when the step that may use it has finished."""
+    if hasattr(scheduler, "_pending_chunked_abort_req"):
+        if scheduler._pending_chunked_abort_req is req:
+            return
+        from sglang.srt.managers.io_struct import AbortReq
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        _log.error("request %s ended with an error: %s", req.rid, reason)
+        if hasattr(req, "discard_output_reason"):  # these releases pass it on
+            req.discard_output_reason = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST)
+        scheduler.abort_request(AbortReq(rid=req.rid))
+    elif not scheduler.last_batch:
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        _log.error("request %s ended with an error: %s", req.rid, reason)
+        release_kv_cache(req, scheduler.tree_cache, is_insert=False)
+        scheduler.chunked_req = None
+        _tell(scheduler, req, reason)
+
+
+def _tell(scheduler: Any, req: Any, reason: str) -> None:
+    """The client of a request that is in no queue any more."""
+    from sglang.srt.managers.io_struct import AbortReq
+
     finished = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": reason}
     answer = AbortReq(finished_reason=finished, rid=req.rid)
     send = getattr(scheduler, "send_abort_output", None)
@@ -140,9 +185,3 @@ def _end_waiting(scheduler: Any, req: Any, reason: str) -> None:
     else:
         channels = getattr(scheduler, "ipc_channels", scheduler)
         channels.send_to_tokenizer.send_output(answer, req)
-
-
-def _abort(scheduler: Any, rid: str) -> None:
-    from sglang.srt.managers.io_struct import AbortReq
-
-    scheduler.abort_request(AbortReq(rid=rid))

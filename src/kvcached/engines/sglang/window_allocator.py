@@ -36,7 +36,7 @@ class ElasticWindowAllocator(SWATokenToKVPoolAllocator):
     def create_prefill_budget(self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> Any:
         from kvcached.engines.sglang.budget import ElasticSWAPrefillBudget
 
-        return ElasticSWAPrefillBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+        return ElasticSWAPrefillBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens * self.page_size)
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> None:
         self.kvcached_gates.prepare(num_tokens)
