@@ -40,12 +40,12 @@ test-sglang: sglang  ## the tests on real SGLang
 
 test: check test-core test-engines  ## everything
 
-demo: engines  ## two real engines with one small card: answers, a live table, a picture
-	$(ENGINES)/bin/python -m examples.demo
+demo: engines  ## two real engines with one small card: answers, a live table, a picture (ARGS=--help shows options)
+	$(ENGINES)/bin/python -m examples.demo $(ARGS)
 
 bench: setup  ## the benchmarks that need no GPU
 	$(RUN) benchmarks/ledger.py
 	$(RUN) benchmarks/pool.py
 
 clean:  ## remove what the targets above made
-	rm -rf build dist $(VENV) $(ENGINES) .cache demo-output
+	rm -rf build dist $(VENV) $(ENGINES) .venv-sglang .cache demo-output src/kvcached/vmm/libkvcached.so

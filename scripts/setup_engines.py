@@ -51,7 +51,7 @@ def main() -> int:
         parser.error("the engines need Python 3.11 or newer")
     steps: list[tuple[str, Callable[[], bool]]] = [(f"vLLM {version}", partial(unpack, version)) for version in versions]
     steps += [
-        (f"environment {VENV.name}", partial(make_environment, max(versions, key=sort_key))),
+        (f"environment {VENV.name} (torch and more: two or three minutes)", partial(make_environment, max(versions, key=sort_key))),
         ("kvcached in it", install_package),
         *((f"model {kind}", partial(make_model, kind)) for kind in MODELS),
     ]

