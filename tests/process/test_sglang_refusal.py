@@ -27,8 +27,9 @@ def import_sglang(folder: Path, environment: dict[str, str]) -> subprocess.Compl
     )
 
 
-def test_a_plugin_list_without_us_is_refused_by_name(tmp_path: Path) -> None:
-    done = import_sglang(tmp_path, {"ENABLE_KVCACHED": "true", "SGLANG_PLUGINS": "lora,other"})
+@pytest.mark.parametrize("plugins", ["lora,other", " "])
+def test_a_plugin_list_without_us_is_refused_by_name(tmp_path: Path, plugins: str) -> None:
+    done = import_sglang(tmp_path, {"ENABLE_KVCACHED": "true", "SGLANG_PLUGINS": plugins})
     assert done.returncode != 0
     assert "Add kvcached to SGLANG_PLUGINS" in done.stderr
     assert "imported" not in done.stdout
