@@ -10,6 +10,7 @@ import threading
 
 import kvcached.runtime.api  # all of it before a change of user: the interpreter may lie where the other user cannot read
 from kvcached.errors import KVCachedError, Misuse
+from kvcached.vmm.native import _load_library
 
 MIB = 1 << 20
 
@@ -79,6 +80,7 @@ def _is_refused(call, *arguments):
 def main():
     options = json.loads(sys.argv[1])
     if (uid := options.get("uid")) is not None:
+        _load_library()
         os.setgroups([])
         os.setresgid(*[options["card"]["run_group"]] * 3)
         os.setresuid(uid, uid, uid)
