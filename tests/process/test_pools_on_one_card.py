@@ -16,6 +16,7 @@ from kvcached.card.card import Card
 from kvcached.runtime.control import ControlClient
 
 MIB = 1 << 20
+PAGE = 2 * MIB
 CHILD = Path(__file__).with_name("pool_child.py")
 GROUP = 4321
 SETTLED_S = 2.3  # a new card file grants only what is unused until then
@@ -90,6 +91,12 @@ def world(tmp_path):
     world.stop()
 
 
+def keeps(parked_bytes):
+    """Settings with which so much stays parked; without them what is given back goes with the keeper's next tick."""
+    pages = parked_bytes // PAGE
+    return {"prealloc_enabled": True, "min_reserved_pages": pages, "max_reserved_pages": pages}
+
+
 def take_eventually(process, blocks):
     """A miss is an engine's cue to ask again: on a busy machine a peer may answer too late for one deadline."""
     answer = process.ask("take", blocks)
@@ -109,7 +116,7 @@ def wait_until(condition, timeout_s=10.0):
 
 
 def test_a_starving_pool_makes_the_other_give_its_parked_memory(world):
-    first, second = world.start("first"), world.start("second")
+    first, second = world.start("first", **keeps(80 * MIB)), world.start("second")
     time.sleep(SETTLED_S)
     first.ask("take", 80)
     first.ask("give")
@@ -152,10 +159,11 @@ def test_kill_9_frees_the_lease_for_the_other(world):
 
 
 def test_a_stopped_process_keeps_its_memory_and_blocks_nobody(world):
-    first, second = world.start("first"), world.start("second")
+    first, second = world.start("first", **keeps(60 * MIB)), world.start("second")
     time.sleep(SETTLED_S)
     first.ask("take", 60)
     first.ask("give")
+    wait_until(lambda: first.ask("stats")["parked_bytes"] == 60 * MIB)
     os.kill(first.pid, signal.SIGSTOP)
     assert second.ask("take", 80)["error"] == "PoolExhausted"  # nobody answers the pressure
     assert "error" not in second.ask("take", 20)
