@@ -305,12 +305,13 @@ class RankGroup:
                 self._carry_out(self._coordinator.reminded(tx, attempt))
 
     def _transmit(self, link: Link, message: Message, number: int = 0) -> None:
-        if link.gone:
+        if not link.listens:
             return
+        had_waiting = link.has_waiting
         try:
             link.send(message, number)
-            if link.has_waiting:
-                self._loop.watch_writing(link, wanted=True)
+            if link.has_waiting is not had_waiting:
+                self._loop.watch_writing(link, wanted=link.has_waiting)
         except PeerError as error:
             self._lost.append((link, str(error)))
 
@@ -319,7 +320,7 @@ class RankGroup:
 
     def _ask(self, ranks: Sequence[int], make: Callable[[int], Message], then: Callable[[Answers], object]) -> None:
         """Ask these ranks something outside the transactions, and go on when all have answered; None for those that are gone."""
-        asked = [rank for rank in ranks if not self._links[rank].gone]
+        asked = [rank for rank in ranks if self._links[rank].listens]
         number = self._inquiries.open(asked, {rank: None for rank in ranks}, then)
         for rank in asked:
             self._transmit(self._links[rank], make(rank), number)
@@ -349,6 +350,7 @@ class RankGroup:
             self._release_recalled()
         elif isinstance(message, Goodbye):
             link.said_goodbye = True
+            self._miss(link, "its engine's worker has stopped")
         else:
             self._inquiries.answered(link.rank, number, message)
 
@@ -363,10 +365,13 @@ class RankGroup:
         link.gone = True
         self._loop.forget(link)
         self._gone.notify_all()
+        self._miss(link, f"it is gone: {reason}")
+
+    def _miss(self, link: Link, reason: str) -> None:
+        """It answers nothing any more."""
         self._inquiries.lost(link.rank)
         if not self._closing:
-            text = "its engine's worker has stopped" if link.said_goodbye else f"it is gone: {reason}"
-            self._carry_out(self._coordinator.lost(link.rank, text))
+            self._carry_out(self._coordinator.lost(link.rank, reason))
 
     def _fail(self, reason: str) -> None:
         self._failure = reason

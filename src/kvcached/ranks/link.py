@@ -23,8 +23,8 @@ _MOST_WAITING_BYTES: Final = 64 << 20
 
 
 class Link:
-    """One rank that may start later than its owner. Used under its group's lock. `gone`: nothing can be sent to it any more;
-    `said_goodbye`: it goes in good order.
+    """One rank that may start later than its owner. Used under its group's lock. `said_goodbye`: it stops in good order, hears nothing
+    any more, and is still giving its memory back; `gone`: its end of the connection is closed.
 
     Raises `PeerTimeout` when nobody answers at `path` before `deadline_s` (monotonic), `HandshakeMismatch` when the peer differs,
     `PeerRefused` for a mapper of another user, `PeerLost` when it goes away meanwhile.
@@ -81,6 +81,10 @@ class Link:
         return self._socket.fileno()
 
     @property
+    def listens(self) -> bool:
+        return not (self.gone or self.said_goodbye)
+
+    @property
     def has_waiting(self) -> bool:
         """Whether something is left to `flush`."""
         return bool(self._waiting)
@@ -106,6 +110,9 @@ class Link:
                     self._waiting.popleft()
         except BlockingIOError:
             pass
+        except BrokenPipeError:  # it reads no more; whether it stops or is gone is told by what can be read
+            self._waiting.clear()
+            self._waiting_bytes = 0
         except OSError as error:
             raise PeerLost(f"the connection broke: {error}") from error
 

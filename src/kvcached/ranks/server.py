@@ -170,8 +170,8 @@ class RankServer:
 
     def _work_slowly(self) -> None:
         while (effect := self._slow.get()) is not None and not self._stopping.is_set():
-            if isinstance(effect, AwaitStep):
-                passed = self._gate.wait(effect.step, self._fence_timeout_s)
+            if isinstance(effect, AwaitStep):  # without an owner what has not passed has not begun: one wait at most is still to end
+                passed = self._gate.wait(effect.step, 0.0 if self._orphaned else self._fence_timeout_s)
                 with self._lock:
                     self._take(self._participant.step_passed(effect.id, passed))
             else:
@@ -211,12 +211,10 @@ class RankServer:
         while not self._stopping.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # close() woke it
+            except OSError:  # stop() woke it
                 return
-            with connection:
-                reader = self._admit(connection)
-                if reader is None:
-                    continue
+            reader = self._admit(connection)
+            if reader is not None:
                 try:
                     self._answer_until_gone(reader)
                 finally:
@@ -235,12 +233,13 @@ class RankServer:
             check_hello(self._hello, theirs)
         except (PeerError, OSError) as error:
             _log.warning("refused an owner at %s: %s", self._path, error)
+            connection.close()
             return None
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0))
         close_in_forked_child(connection)
         self._connection = connection
-        return None if self._stopping.is_set() else reader  # close() may have looked before there was a connection
+        return None if self._stopping.is_set() else reader  # stop() may have looked before there was a connection
 
     def _answer_until_gone(self, reader: FrameReader) -> None:
         while True:
@@ -291,28 +290,42 @@ class RankServer:
             if self._stopping.is_set():
                 return
         self._on_owner_lost()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        """For an owner that says goodbye this is the word that the memory is given back."""
+        if self._connection is not None:
+            self._connection.close()
 
     # ------------------------------------------------------------------ stopping
 
-    def close(self) -> bool:
-        """Refuse new work, wake blocked reads, let a driver call that runs end, remove the socket last. False: something has not
-        ended within 5 s; it was reported, it goes on, and the memory must not be taken away underneath. May be called again."""
+    def stop(self) -> bool:
+        """Refuse new work, wake blocked reads, let a driver call that runs end. The owner hears that the rank stops, and stays connected:
+        give the memory back, then `close`. False: something has not ended within 5 s; it was reported, it goes on, and the memory must
+        not be taken away underneath. May be called again."""
         deadline = time.monotonic() + _STOP_TIMEOUT_S
         if not self._stopping.is_set():
             self._stopping.set()
             self._send(Goodbye(), 0)
             self._gate.close()
             self._slow.put(None)
-            for sock in (self._listener, self._connection):
+            for sock, how in ((self._listener, socket.SHUT_RDWR), (self._connection, socket.SHUT_RD)):
                 if sock is not None:
                     with contextlib.suppress(OSError):
-                        sock.shutdown(socket.SHUT_RDWR)
+                        sock.shutdown(how)
         others = [thread for thread in (self._thread, self._lane) if thread is not threading.current_thread()]
         for thread in others:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in others):
             _log.error("a call behind %s has not ended within %g s: its memory is kept", self._path, _STOP_TIMEOUT_S)
             return False
+        return True
+
+    def close(self) -> bool:
+        """`stop`, then let the owner go, and remove the socket last. May be called again."""
+        if not self.stop():
+            return False
+        self._disconnect()
         self._listener.close()
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()

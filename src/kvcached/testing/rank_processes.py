@@ -146,9 +146,10 @@ class RankChild:
         return status.lease_bytes, status.held_bytes
 
     def close(self) -> bool:
-        if not self._server.close():
+        if not self._server.stop():
             return False
         self._memory.memory.close()
+        self._server.close()
         self._card.close()
         return True
 

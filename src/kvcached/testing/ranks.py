@@ -143,5 +143,6 @@ class FakeRank:
 
     def close(self) -> None:
         self.fence.let_go()
-        if self.server.close():
+        if self.server.stop():
             self.memory.close()
+            self.server.close()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -14,6 +13,7 @@ from kvcached.engines.fence import fences_of
 from kvcached.engines.vllm.agreement import Seat, agree, exchange, meeting_place
 from kvcached.engines.vllm.greeting import greeting
 from kvcached.engines.vllm.identity import Identity
+from kvcached.engines.vllm.leaving import Exit
 from kvcached.engines.vllm.occupancy import Occupancy
 from kvcached.engines.vllm.other_memory import OtherMemory
 from kvcached.engines.vllm.placement import Allocation, measure, place
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from kvcached.runtime.owner import Owner
     from kvcached.runtime.rank_memory import RankMemory
 
-_log = logging.getLogger("kvcached.vllm")
-_STEP_END_S: Final = 5.0
 _BACKENDS: Final = {"cpu": "host", "cuda": "cuda"}
 _DEVICE_TYPES: Final = {"host": DeviceType.CPU, "cuda": DeviceType.CUDA, "hip": DeviceType.ROCM}
 
@@ -69,9 +67,11 @@ class WorkerMemory:
         if device.type == "cuda":  # a host card holds KV memory only
             self._other = OtherMemory(settings, self._card, self._identity, vllm_config, device, rank)
         self._gate = StepGate(self._fence)
+        self._exit = Exit(f"rank {rank} of {self._identity.instance}", self.occupancy, self._fence)
         self._mapper: Mapper | RankMemory | None = None
         self._server: RankServer | None = None
         self._local: LocalMapper | None = None
+        self._closed = False
 
     @property
     def virtual_bytes(self) -> int:
@@ -151,17 +151,8 @@ class WorkerMemory:
             self._server.apply_step_ops(operations)
 
     def _owner_lost(self) -> None:
-        """Without a scheduler no step will come. One may still run: its memory stays until it has ended."""
-        ended = self.occupancy.close("the scheduler of this engine is gone, and its KV memory with it", _STEP_END_S)
-        if ended and self._fence().wait(_STEP_END_S):
-            self.close()
-        else:
-            _log.error(
-                "rank %d of %s lost its scheduler, and its work has not ended for %g s since: its memory is kept until the process ends",
-                self._rank,
-                self._identity.instance,
-                _STEP_END_S,
-            )
+        """Without a scheduler no step will come."""
+        self._close("the scheduler of this engine is gone, and its KV memory with it")
 
     def note_submitted(self, step: int) -> None:
         """All work of this step is on the device's streams, so the mapper's fence covers it.
@@ -174,15 +165,19 @@ class WorkerMemory:
             self._local.owner.pool.advance(step)
 
     def close(self) -> None:
-        """Give everything back. A second call does nothing."""
+        """Give everything back, unless a step or a call still runs over it: then it is kept, and that is reported. A second call does
+        nothing."""
+        self._close("the KV memory of this worker is given back")
+
+    def _close(self, reason: str) -> None:
+        if self._closed or not self._exit.work_has_ended(reason):
+            return
         if self._local is not None and self._local.owner is not None:
             self._local.owner.close()
-        if self._server is not None and not self._server.close():
-            return  # a driver call is still running: it was reported, and its memory stays
-        for part in (self._mapper, self._other, self._card):
-            if part is not None:
-                part.close()
-        self._server = self._mapper = self._other = None
+        parts = [part for part in (self._mapper, self._other, self._card) if part is not None]
+        self._closed = self._exit.give_back(self._server, parts)
+        if self._closed:
+            self._server = self._mapper = self._other = None
 
 
 def _card_name(settings: Settings, device: torch.device, local_rank: int) -> str:
