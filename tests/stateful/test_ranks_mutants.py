@@ -219,7 +219,25 @@ class UnmapCompletesWhenItIsApplied(Participant):
         return effects
 
 
+class StrandedPagesAreFree(Coordinator):
+    """An unmap that failed on a rank passes for one that worked."""
+
+    def answered(self, rank, answer):
+        return super().answered(rank, replace(answer, stranded=()))
+
+
+class NamesStrandedPagesOnce(Participant):
+    """An unmap that failed is told with one answer, which may be lost."""
+
+    def _answer(self, tx, phase, outcome):
+        reply = super()._answer(tx, phase, outcome)
+        self._stranded = ()
+        return reply
+
+
 MUTANTS = [
+    StrandedPagesAreFree,
+    NamesStrandedPagesOnce,
     FailureIsSuccess,
     UndoTakesOlderPages,
     UndoFailureIsSwallowed,

@@ -44,8 +44,8 @@ class Owner:
         self.effects += effects
         return tx
 
-    def answer(self, rank, tx, phase, outcome=DONE, applied=0, completed=0):
-        self.effects += self.coordinator.answered(rank, Answer(tx, phase, outcome, applied, completed, outcome.ticket))
+    def answer(self, rank, tx, phase, outcome=DONE, applied=0, completed=0, stranded=()):
+        self.effects += self.coordinator.answered(rank, Answer(tx, phase, outcome, applied, completed, outcome.ticket, stranded))
 
     def all_answer(self, tx, phase):
         for rank in range(self.coordinator.ranks):
@@ -314,6 +314,22 @@ def test_recalled_pages_are_credit_when_every_rank_has_unmapped_them(owner):
     assert owner.coordinator.completed_everywhere == number
     assert owner.coordinator.credit(1) == 2
     assert owner.coordinator.promise(((0, 1),))
+
+
+def test_what_one_rank_could_not_unmap_is_nobodys_credit_and_is_told(owner):
+    owner.grow(((1, 2),))
+    owner.coordinator.promise(RUNS)
+    owner.coordinator.tail()
+    bad, good = owner.coordinator.recall(RUNS[:1], 7), owner.coordinator.recall(RUNS[1:], 7)
+    owner.answer(1, 0, Phase.DONE, applied=3, completed=2, stranded=(2,))
+    owner.answer(0, 0, Phase.DONE, applied=3, completed=3)
+    assert owner.coordinator.completed_everywhere == bad
+    assert owner.coordinator.credit(1) == 0
+    assert "rank 1 (socket-1)" in owner.coordinator.stranded(bad)
+    owner.answer(1, 0, Phase.DONE, applied=3, completed=3, stranded=(2,))
+    assert owner.coordinator.credit(1) == 1
+    assert owner.coordinator.stranded(good) == ""
+    assert owner.failures() == []
 
 
 def test_a_promise_that_nobody_was_sent_is_taken_back_at_once(owner):

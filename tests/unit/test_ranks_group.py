@@ -363,6 +363,30 @@ def test_a_map_that_was_promised_and_fails_breaks_the_rank_and_with_it_the_pool(
     assert "rank 1" in told.get(timeout=WAIT_S)
 
 
+def test_a_promised_unmap_that_fails_on_one_rank_quarantines_its_pages_and_the_pool_goes_on(crew, caplog):
+    pair = crew()
+    pair.group.begin_steps()
+    pool = Pool(pair.group.shared_facts.geometry, pair.group, Limits(PAGES * PAGE), PoolOptions(grow_deadline_s=WAIT_S))
+    held = pool.take(8)  # two pages
+    pair.step(1)
+    pool.give(held, 1)
+    pool.advance(1)
+    pair.group._last_step_s = math.inf
+    pair.ranks[1].device.fail(Call.UNMAP, 1)
+    future = pair.group.unmap([(0, 1)], 1)
+    pair.step(2)
+    outcome = future.result(WAIT_S)
+    assert (outcome.verdict, outcome.pages) == (Verdict.UNKNOWN, (0,))
+    assert "rank 1" in outcome.reason
+    assert "quarantined" in caplog.text
+    assert [rank.mapped_pages() for rank in pair.ranks] == [{1}, {0, 1}]
+    done(pair.group.map([(5, 1)], urgent=True))
+    pair.step(3)
+    assert [rank.mapped_pages() for rank in pair.ranks] == [{1, 5}, {0, 1, 5}]
+    assert pair.held_pages() == pair.leased_pages() == [3, 3]
+    assert pool.failed is None
+
+
 def test_a_slow_rank_is_waited_for(crew):
     pair = crew()
     pair.ranks[1].memory._held.lock.acquire()

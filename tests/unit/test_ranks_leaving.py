@@ -111,6 +111,17 @@ def test_what_is_sent_to_a_rank_that_reads_no_more_is_no_loss(worker, group):
     assert not group._links[0].gone
 
 
+def test_an_owner_that_leaves_waits_until_the_memory_is_back(worker, group):
+    with worker.rank.memory._held.lock:  # it cannot be closed yet
+        ended = threading.Thread(target=group.close)
+        ended.start()
+        eventually(lambda: worker.rank.server._orphaned)
+        ended.join(0.1)
+        assert ended.is_alive()
+    ended.join(WAIT_S)
+    assert worker.rank.book.closed
+
+
 def test_a_lost_owners_memory_goes_before_the_socket(worker, group):
     group._links[0]._socket.shutdown(2)
     assert worker.answered.wait(WAIT_S)

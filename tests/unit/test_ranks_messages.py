@@ -37,7 +37,7 @@ MESSAGES = st.one_of(
     st.builds(Release, NUMBERS, RUNS, OPS),
     st.builds(Prepare, NUMBERS, RUNS, STEPS, OPS),
     *(st.builds(kind, NUMBERS, OPS) for kind in (Commit, Abort, Revert, Query)),
-    st.builds(Answer, NUMBERS, st.sampled_from(Phase), OUTCOMES, NUMBERS, NUMBERS, NUMBERS),
+    st.builds(Answer, NUMBERS, st.sampled_from(Phase), OUTCOMES, NUMBERS, NUMBERS, NUMBERS, st.lists(NUMBERS, max_size=5).map(tuple)),
     st.just(Goodbye()),
     st.just(StatusRequest()),
     st.builds(LimitsRequest, NUMBERS, NUMBERS, WEIGHT, NUMBERS),

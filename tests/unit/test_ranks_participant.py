@@ -312,6 +312,36 @@ def test_a_promised_map_that_fails_breaks_the_rank_for_good(mapper):
     assert mapper.actions() == []
 
 
+def test_a_promised_unmap_that_fails_is_complete_and_every_answer_names_it(mapper):
+    mapper.step(Op(1, OpKind.UNMAP, RUNS, 4), Op(2, OpKind.UNMAP, ((6, 1),), 4))
+    mapper.pass_step()
+    mapper.pass_step()
+    mapper.perform(UNKNOWN)
+    mapper.perform()
+    mapper.receive(ACQUIRE).perform()
+    answers = [effect.answer for effect in mapper.effects if isinstance(effect, Reply)]
+    assert [(answer.completed, answer.stranded) for answer in answers[1:]] == [(1, (1,)), (2, (1,)), (2, (1,))]
+    assert answers[0].stranded == ()
+    assert mapper.participant.broken is None
+
+
+def test_a_promised_unmap_that_fails_without_naming_its_pages_breaks_the_rank(mapper):
+    mapper.step(Op(1, OpKind.UNMAP, RUNS, 4)).pass_step()
+    mapper.perform(Outcome(Verdict.UNKNOWN))
+    assert "promised" in mapper.participant.broken.reason
+
+
+def test_a_rank_that_lets_too_many_pages_down_is_broken(mapper):
+    mapper.step(*(Op(number, OpKind.UNMAP, ((number, 1),), 4) for number in range(1, 66)))
+    for _ in range(65):
+        mapper.pass_step()
+    for _ in range(64):
+        mapper.perform(UNKNOWN)
+    assert mapper.participant.broken is None
+    mapper.perform(UNKNOWN)
+    assert mapper.participant.broken is not None
+
+
 def test_without_an_owner_nothing_is_begun_and_queued_steps_still_get_their_pages(mapper):
     mapper.receive(PREPARE)
     mapper.participant.owner_lost()

@@ -179,7 +179,7 @@ def test_each_driver_call_failing_once_changes_nothing_or_says_what_is_unknown(m
             return
         assert outcome.reason
         if outcome.verdict is Verdict.UNKNOWN:
-            if name in ("unmap release", "prepare"):
+            if name in ("unmap keep", "unmap release", "prepare"):
                 assert set(outcome.pages) <= {0, 2, 3, 4}
                 assert outcome.pages
             continue
@@ -224,6 +224,15 @@ def test_an_undo_that_did_nothing_is_unknown_too(make):
     rank.device.fail(Call.UNMAP, 1)
     outcome = rank.do(UnmapRelease(((0, 2), (4, 1))))
     assert (outcome.verdict, outcome.pages) == (Verdict.UNKNOWN, (0, 1, 4))
+
+
+def test_a_promised_unmap_that_did_nothing_is_unknown_too_and_its_handles_are_no_credit(make):
+    rank = make()
+    rank.do(MapFresh(((0, 2), (4, 1)), False, 0))
+    rank.device.fail(Call.UNMAP, 1)
+    outcome = rank.do(UnmapKeep(((0, 2), (4, 1))))
+    assert (outcome.verdict, outcome.pages) == (Verdict.UNKNOWN, (0, 1, 4))
+    assert rank.memory.credit() == ()
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ class Coordinator:
         self._under_way: dict[int, Transaction] = {}  # oldest first
         self._newest_tx = 0
         self._ticket = 0
+        self._stranded: dict[int, int] = {}  # unmaps that failed on a rank: operation, rank
         self._flush_attempt = 0
         self._flush_pause_s = FIRST_PAUSE_S
         self._failure: Outcome | None = None
@@ -111,6 +112,11 @@ class Coordinator:
     def newest_operation(self) -> int:
         """The number of the operation that was decided last."""
         return self._outbox.newest
+
+    def stranded(self, number: int) -> str:
+        """Why the pages of an unmap that is finished everywhere can never be mapped again; empty when they can."""
+        rank = self._stranded.get(number)
+        return "" if rank is None else f"{self._name(rank)}: could not unmap what is unmapped on the others"
 
     @property
     def is_idle(self) -> bool:
@@ -140,7 +146,7 @@ class Coordinator:
 
     def recall(self, runs: Iterable[tuple[int, int]], after_step: int) -> int | None:
         """Unmap with the next step what no step after `after_step` reads. Returns the number of the operation: the pages can be
-        mapped again, and their handles are credit again, when `completed_everywhere` has reached it. 0: at once, since nobody had
+        mapped again, and their handles are credit again, when `completed_everywhere` has reached it, unless it is `stranded`. 0: at once, since nobody had
         been told to map them. None, and nothing changed: a rank is too far behind."""
         runs = tuple(runs)
         if self._failure is not None or not self._outbox.has_room(len(runs)):
@@ -225,8 +231,9 @@ class Coordinator:
             return []
         if answer.applied > self._outbox.newest:
             return self._fail(rank, f"acknowledged operation {answer.applied}, which nobody sent")
+        self._stranded.update(dict.fromkeys(answer.stranded, rank))
         for op in self._outbox.note(rank, answer.applied, answer.completed):
-            if op.kind is OpKind.UNMAP:
+            if op.kind is OpKind.UNMAP and op.number not in self._stranded:  # else not every rank holds the handles
                 self._credit.update(dict(classes_of(op.runs)))
         if answer.outcome.verdict is Verdict.BROKEN:
             return self._fail(rank, answer.outcome.reason)

@@ -71,7 +71,7 @@ class RankGroup:
         self._then: dict[int, Callable[[Outcome], None]] = {}  # by transaction
         self._claimed: Counter[int] = Counter()  # credit that maps under way count on, by class
         self._unsent: set[tuple[int, int]] = set()  # promised runs that no rank was told of
-        self._recalled: list[tuple[int, Classes, Future[Outcome]]] = []  # until the operation is complete everywhere
+        self._recalled: list[tuple[int, Runs, Future[Outcome]]] = []  # until the operation is complete everywhere
         self._inquiries = Inquiries()
         self._limits = SharedLimits([link.name for link in self._links], self._ask_limits)
         self._reporting: set[int] = set()  # ranks whose last report is on its way
@@ -124,7 +124,7 @@ class RankGroup:
                 self._begin(self._coordinator.shrink(runs, after_step), lambda outcome: self._finish(future, outcome))
             else:
                 self._unsent.difference_update(runs)
-                self._recalled.append((number, classes_of(runs), future))
+                self._recalled.append((number, runs, future))
                 self._release_recalled()
                 self._loop.after(_STEPPING_S, self._flush_recalled)
         return future
@@ -255,8 +255,13 @@ class RankGroup:
         complete = self._coordinator.completed_everywhere
         due = [item for item in self._recalled if item[0] <= complete]
         self._recalled = [item for item in self._recalled if item[0] > complete]
-        for _, classes, future in due:
-            self._release(classes, lambda outcome, future=future: self._finish(future, _unmapped(outcome)))  # type: ignore[misc]
+        for number, runs, future in due:
+            reason = self._coordinator.stranded(number)
+            if reason:
+                _log.error("quarantined: %s", reason)
+                self._finish(future, Outcome(Verdict.UNKNOWN, pages=_pages_of(runs), reason=reason))
+            else:
+                self._release(classes_of(runs), lambda outcome, future=future: self._finish(future, _unmapped(outcome)))  # type: ignore[misc]
 
     def _flush_recalled(self) -> None:
         """No step came for a while."""
@@ -392,6 +397,10 @@ class RankGroup:
             self._then.popitem()[1](outcome)
         for link in self._links:
             self._inquiries.lost(link.rank)
+
+
+def _pages_of(runs: Runs) -> tuple[int, ...]:
+    return tuple(page for first, count in runs for page in range(first, first + count))
 
 
 def _unmapped(release: Outcome) -> Outcome:

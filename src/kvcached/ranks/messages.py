@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 from kvcached.errors import HandshakeMismatch, PeerRefused
 from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report
 from kvcached.ranks.transactions import Abort, Acquire, Answer, Commit, MapNow, Prepare, Query, RankMessage, Release, Revert
-from kvcached.ranks.wire import F64, FLAG, I64, OPS, OUTCOME, PAIRS, PHASE, TEXT, U64, Codec, Reader, record
+from kvcached.ranks.wire import F64, FLAG, I64, NUMBERS, OPS, OUTCOME, PAIRS, PHASE, TEXT, U64, Codec, Reader, record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 MAX_BODY_BYTES: Final = 1 << 22
 HEADER: Final = struct.Struct("<4sHHIQ")
 _MAGIC: Final = b"KVRK"
@@ -91,7 +91,11 @@ _LAYOUTS: Final[Mapping[Kind, tuple[type[Any], Codec]]] = {
         (Kind.REVERT, Revert, _ENDING),
         (Kind.QUERY, Query, _ENDING),
         (Kind.STATUS_ANSWER, MapperStatus, _STATUS_FIELDS),
-        (Kind.ANSWER, Answer, {"tx": U64, "phase": PHASE, "outcome": OUTCOME, "applied": U64, "completed": U64, "ticket": U64}),
+        (
+            Kind.ANSWER,
+            Answer,
+            {"tx": U64, "phase": PHASE, "outcome": OUTCOME, "applied": U64, "completed": U64, "ticket": U64, "stranded": NUMBERS},
+        ),
     )
 } | {Kind.OUTCOME: (Outcome, OUTCOME)}
 _KINDS: Final[Mapping[type[Any], Kind]] = {message: kind for kind, (message, _) in _LAYOUTS.items()}

@@ -114,6 +114,8 @@ _UNDONE: Final[dict[type[Ending], Phase]] = {Revert: Phase.REVERTED, Abort: Phas
 _ENDED: Final = frozenset({Phase.COMMITTED, Phase.ABORTED, Phase.REVERTED})
 _UNENDED: Final = frozenset({Phase.RUNNING, Phase.PREPARED})
 _DONE: Final = Outcome(Verdict.DONE)
+_MOST_STRANDED: Final = 64
+"""Unmaps that may fail: a rank that lets so many pages down is broken, and every answer names them all."""
 
 
 @dataclass(slots=True)
@@ -139,7 +141,8 @@ class _Deed:
 class Participant:
     """One rank's state machine. Every method takes one event and returns the effects, in order.
 
-    An operation that was promised and fails leaves the rank broken: it answers everything with that failure from then on.
+    A map that was promised and fails leaves the rank broken: it answers everything with that failure from then on. An unmap that fails,
+    and says which pages it leaves behind, is complete: it is *stranded*, and the owner has its pages quarantined on all ranks.
     """
 
     def __init__(self) -> None:
@@ -152,6 +155,7 @@ class Participant:
         self._mapping: set[int] = set()  # numbers of the maps that are being performed
         self._deferred: list[_Deed | Op] = []  # unmaps of which the step has passed, until those maps are done
         self._told = (0, 0)
+        self._stranded: tuple[int, ...] = ()
         self._broken: Outcome | None = None
         self._orphaned = False
 
@@ -235,7 +239,9 @@ class Participant:
 
     def _finish_op(self, op: Op, outcome: Outcome) -> list[Effect]:
         self._mapping.discard(op.number)
-        if outcome.verdict is not Verdict.DONE:
+        if op.kind is OpKind.UNMAP and outcome.verdict is Verdict.UNKNOWN and outcome.pages and len(self._stranded) < _MOST_STRANDED:
+            self._stranded += (op.number,)
+        elif outcome.verdict is not Verdict.DONE:
             reason = f"operation {op.number} ({op.kind.name}) was promised and failed: {outcome.verdict.name} {outcome.reason}"
             self._broken = self._broken or Outcome(Verdict.BROKEN, pages=outcome.pages, reason=reason)
             return [self._answer(0, Phase.FAILED, self._broken)]
@@ -359,4 +365,4 @@ class Participant:
 
     def _answer(self, tx: int, phase: Phase, outcome: Outcome) -> Reply:
         self._told = self._progress()
-        return Reply(Answer(tx, phase, outcome, *self._told, outcome.ticket))
+        return Reply(Answer(tx, phase, outcome, *self._told, outcome.ticket, self._stranded))

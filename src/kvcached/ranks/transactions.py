@@ -130,6 +130,7 @@ class Answer:
     """What a rank says of a transaction (0: of none) and of the operations that it has applied and completed.
 
     `outcome` tells about the last thing performed for it; `ticket` is the place that a refused wish has in the card's queue.
+    `stranded`: all unmaps so far, by number, that are complete and failed: this rank's pages of them can never be used again.
     """
 
     tx: int
@@ -138,6 +139,7 @@ class Answer:
     applied: int
     completed: int
     ticket: int = 0
+    stranded: tuple[int, ...] = ()
 
 
 def classes_of(runs: Iterable[tuple[int, int]]) -> Classes:

@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from kvcached.errors import KVCachedError, Misuse, StateUnknown
+from kvcached.errors import DeviceError, KVCachedError, Misuse, StateUnknown
 from kvcached.ranks.actions import (
     AbortRuns,
     AcquireHandles,
@@ -204,7 +204,10 @@ class RankMemory:
         return DONE
 
     def _unmap_keep(self, runs: PageRuns) -> Outcome:
-        self._arena.unmap(_runs(runs), keep=True)
+        try:
+            self._arena.unmap(_runs(runs), keep=True)
+        except DeviceError as error:  # all is mapped as before, and on the other ranks it is not
+            raise StateUnknown(f"a promised unmap failed: {error}", _pages_of(runs)) from error
         self._add_credit(classes_of(runs))
         return DONE
 
@@ -244,5 +247,8 @@ def _undone(outcome: Outcome, runs: PageRuns) -> Outcome:
     """An undo that failed leaves these pages other than on the ranks where it did not."""
     if outcome.verdict is Verdict.DONE:
         return outcome
-    pages = tuple(page for first, count in runs for page in range(first, first + count))
-    return Outcome(Verdict.UNKNOWN, pages=outcome.pages or pages, reason=outcome.reason)
+    return Outcome(Verdict.UNKNOWN, pages=outcome.pages or _pages_of(runs), reason=outcome.reason)
+
+
+def _pages_of(runs: PageRuns) -> tuple[int, ...]:
+    return tuple(page for first, count in runs for page in range(first, first + count))

@@ -301,8 +301,12 @@ class Cluster:
             self.book.set(still, State.MAPPED)
             self.book.must_agree(still, self.drivers)
         while self.recalls and self.recalls[0][0] <= completed:
-            _, run = self.recalls.popleft()
-            self.book.states[run] = State.UNMAPPED
+            number, run = self.recalls.popleft()
+            if self.coordinator.stranded(number):
+                self.book.states[run] = State.QUARANTINED
+                self.book.quarantined.update(range(run[0], run[0] + run[1]))
+            else:
+                self.book.states[run] = State.UNMAPPED
             self.book.must_agree((run,), self.drivers)
 
     def check_all(self) -> None:

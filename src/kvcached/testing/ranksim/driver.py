@@ -168,8 +168,13 @@ class Driver:
         return _DONE
 
     def unmap_keep(self, action: UnmapKeep, fault: Fault | None) -> Outcome:
+        if fault is Fault.FAIL:  # all of it is still mapped, and not on the other ranks
+            pages = tuple(page for first, count in action.runs for page in range(first, first + count))
+            self.quarantined.update(pages)
+            return Outcome(Verdict.UNKNOWN, pages=pages, reason="an unmap failed")
         if fault is Fault.UNDO_FAILS:
-            return self._lose()
+            self.mapped.remove(action.runs[0])
+            return self._quarantine(action.runs)
         self._unmap(action.runs)
         self.handles.update(dict(classes_of(action.runs)))
         return _DONE

@@ -281,4 +281,12 @@ def _owner_key(coordinator: Coordinator) -> Any:
         (tx, transaction.ending, transaction.attempt, tuple(sorted(transaction.released_bytes)))
         for tx, transaction in coordinator._under_way.items()
     )
-    return (transactions, coordinator.credits(), coordinator.failed, outbox.newest, outbox._sent, tuple(outbox._tail))
+    return (
+        transactions,
+        coordinator.credits(),
+        coordinator.failed,
+        outbox.newest,
+        outbox._sent,
+        tuple(outbox._tail),
+        frozenset(coordinator._stranded),
+    )

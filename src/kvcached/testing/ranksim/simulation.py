@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Final
 
-from kvcached.ranks.actions import AcquireHandles, MapHeld, ReleaseHandles, UnmapKeep
+from kvcached.ranks.actions import AcquireHandles, MapHeld, ReleaseHandles
 from kvcached.testing.ranksim.book import State
 from kvcached.testing.ranksim.cluster import Cluster, Task
 from kvcached.testing.ranksim.driver import Broken, Fault, Run
@@ -16,7 +16,7 @@ from kvcached.testing.ranksim.driver import Broken, Fault, Run
 RUNS: Final[tuple[Run, ...]] = tuple((first, 1) for first in range(16)) + tuple((first, 4) for first in range(16, 48, 4))
 BUDGET_PAGES: Final = 44
 _FULL_CHECK_EVENTS: Final = 64
-_FATAL: Final = (AcquireHandles, ReleaseHandles, MapHeld, UnmapKeep)
+_FATAL: Final = (AcquireHandles, ReleaseHandles, MapHeld)
 """Of these nobody can say afterwards what there is: the pool fails."""
 _DRAIN_EVENTS: Final = 200_000
 
