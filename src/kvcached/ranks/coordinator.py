@@ -146,8 +146,8 @@ class Coordinator:
 
     def recall(self, runs: Iterable[tuple[int, int]], after_step: int) -> int | None:
         """Unmap with the next step what no step after `after_step` reads. Returns the number of the operation: the pages can be
-        mapped again, and their handles are credit again, when `completed_everywhere` has reached it, unless it is `stranded`. 0: at once, since nobody had
-        been told to map them. None, and nothing changed: a rank is too far behind."""
+        mapped again, and their handles are credit again, when `completed_everywhere` has reached it and it is not `stranded`. 0: at
+        once, since nobody had been told to map them. None, and nothing changed: a rank is too far behind."""
         runs = tuple(runs)
         if self._failure is not None or not self._outbox.has_room(len(runs)):
             return None
