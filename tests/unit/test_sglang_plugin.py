@@ -29,3 +29,17 @@ def test_an_error_of_any_kind_ends_the_process(monkeypatch: pytest.MonkeyPatch, 
 def test_nobody_is_ended_who_did_not_ask(monkeypatch: pytest.MonkeyPatch, adapter: ModuleType) -> None:
     monkeypatch.setenv("ENABLE_KVCACHED", "false")
     plugin()
+
+
+def test_a_broken_package_is_no_end_for_who_did_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENABLE_KVCACHED", "false")
+    monkeypatch.setitem(sys.modules, "kvcached.config", None)
+    with pytest.raises(ImportError):
+        plugin()
+
+
+def test_a_bad_setting_ends_who_asked(monkeypatch: pytest.MonkeyPatch, adapter: ModuleType) -> None:
+    monkeypatch.setenv("ENABLE_KVCACHED", "true")
+    monkeypatch.setenv("KVCACHED_LIMIT", "much")
+    with pytest.raises(SystemExit, match="KVCACHED_LIMIT"):
+        plugin()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import re
 from array import array
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,8 +33,18 @@ ARGUMENTS: dict[str, Any] = {
 IDLE_TURNS = 8
 
 
-class Finished(Exception):
-    """Leaves the event loop."""
+class Finished(BaseException):
+    """Leaves the event loop. No error, so nobody may take it for one."""
+
+
+class Rank(NamedTuple):
+    """One of several schedulers of an engine, each in a process of its own. They share `ports`; see `ports_of`."""
+
+    number: int
+    ports: Any
+
+
+ALONE = Rank(0, None)
 
 
 def import_engine() -> tuple[int, ...]:
@@ -47,21 +57,33 @@ def import_engine() -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", sglang.__version__)[:3])
 
 
-class Engine:
-    """Make one in a process."""
+def server_args(model: str, arguments: dict[str, Any]) -> Any:
+    from sglang.srt.server_args import ServerArgs
 
-    def __init__(self, release: tuple[int, ...], model: str, **arguments: Any) -> None:
+    args = ServerArgs(model_path=model, **{**ARGUMENTS, **arguments})
+    if hasattr(args, "resolve_once"):
+        args.resolve_once()
+    return args
+
+
+def ports_of(args: Any) -> Any:
+    from sglang.srt.server_args import PortArgs
+
+    return PortArgs.init_new(args)
+
+
+class Engine:
+    """Make one in a process; of several ranks, every one makes its own at the same time."""
+
+    def __init__(self, release: tuple[int, ...], model: str, rank: Rank = ALONE, **arguments: Any) -> None:
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.plugins import load_plugins
-        from sglang.srt.server_args import PortArgs, ServerArgs
 
         load_plugins()
-        args = ServerArgs(model_path=model, **{**ARGUMENTS, **arguments})
-        if hasattr(args, "resolve_once"):
-            args.resolve_once()
-        ports = PortArgs.init_new(args)
+        args = server_args(model, arguments)
         self.release = release
-        self.scheduler = Scheduler(args, ports, *_publish(args, release))
+        self.rank = rank
+        self.scheduler = Scheduler(args, rank.ports or ports_of(args), *_publish(args, release, rank))
         self.requests: dict[str, Any] = {}
         self.step = self.step_in_run = 0
         self._inbox: list[Any] = []
@@ -90,16 +112,28 @@ class Engine:
         arrived, self._inbox = [*self._inbox, *local_reqs], []
         idle = not arrived and bool(self.requests) and self.scheduler.is_fully_idle()
         self._idle_turns = self._idle_turns + 1 if idle else 0
-        if self._idle_turns > IDLE_TURNS:
+        arrived = self._share(None if self._idle_turns > IDLE_TURNS else arrived)
+        if arrived is None:
             raise Finished
         return arrived
 
-    def send(self, name: str, tokens: Sequence[int], new_tokens: int) -> None:
-        """A request that the loop finds at its next turn."""
+    def _share(self, arrived: list[Any] | None) -> list[Any] | None:
+        """The first rank tells the others, as the stock function does."""
+        import torch
+
+        tensor = self.scheduler.tp_group
+        if tensor.world_size == 1:
+            return arrived
+        told = [arrived]
+        torch.distributed.broadcast_object_list(told, src=tensor.ranks[0], group=tensor.cpu_group)
+        return told[0]
+
+    def send(self, name: str, tokens: Sequence[int], new_tokens: int, *, may_end: bool = False) -> None:
+        """A request that the loop finds at its next turn. `may_end`: as far as the engine knows, it may end earlier."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        sampling = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
+        sampling = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=not may_end)
         sampling.normalize(None)
         takes_array = "array" in str(TokenizedGenerateReqInput.__annotations__["input_ids"])
         ids = array("q", tokens) if takes_array else list(tokens)
@@ -154,12 +188,12 @@ class Engine:
         return ended | self._told
 
 
-def _publish(args: Any, release: tuple[int, ...]) -> tuple[Any, ...]:
+def _publish(args: Any, release: tuple[int, ...], rank: Rank) -> tuple[Any, ...]:
     """Make the arguments known to the process as a scheduler's. Returns what its constructor takes besides."""
     context = importlib.import_module("sglang.srt.runtime_context") if release >= (0, 5, 14) else None
     if hasattr(context, "SpawnRanks"):
-        context.publish(args, role="scheduler", ranks=context.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+        context.publish(args, role="scheduler", ranks=context.SpawnRanks(world_rank=rank.number, dp_rank=None, gpu_id=0))
         return ()
     if context is not None:
         context.publish(args, role="scheduler")
-    return (0, 0, 0, 0, 0, 0, None)
+    return (0, rank.number, 0, 0, 0, 0, None)

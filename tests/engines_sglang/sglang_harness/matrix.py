@@ -66,7 +66,6 @@ REFUSED = {
     "enable_memory_saver": True,
     "disaggregation_mode": "prefill",
     "enable_hierarchical_cache": True,
-    "tp_size": 2,
     "pp_size": 2,
 }
 REFUSALS = tuple(Case(f"refused-{name}", "refused", arguments={name: value}) for name, value in REFUSED.items())

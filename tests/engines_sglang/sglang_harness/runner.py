@@ -7,6 +7,7 @@ FOLDER/NAME.log behind.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -52,9 +53,8 @@ def run(case: dict[str, Any], release: tuple[int, ...], folder: Path) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.environ.update(case["environment"])
-    from sglang_harness import scenarios
-
-    result = getattr(scenarios, case["scenario"])(release, case)
+    module, _, name = case["scenario"].rpartition(":")
+    result = getattr(importlib.import_module(f"sglang_harness.{module or 'scenarios'}"), name)(release, case)
     (folder / f"{case['name']}.json").write_text(json.dumps(result))
 
 

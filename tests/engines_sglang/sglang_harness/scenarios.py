@@ -39,8 +39,9 @@ def send_round(engine: Engine, case: Case, name: str) -> None:
     """Prompts of several lengths, some longer than a chunk of prefill, two with a common beginning."""
     count, step, new_tokens = case.get("prompts", 6), case.get("step", 41), case.get("new_tokens", 24)
     for number in range(count):
-        engine.send(f"{name}{number}", prompt(number, 20 + step * number), new_tokens)
-    engine.send(f"{name}-again", [*prompt(count - 1, 20 + step * (count - 1)), 7, 8, 9], new_tokens)
+        engine.send(f"{name}{number}", prompt(number, 20 + step * number), new_tokens, may_end=case.get("may_end", False))
+    again = [*prompt(count - 1, 20 + step * (count - 1)), 7, 8, 9]
+    engine.send(f"{name}-again", again, new_tokens, may_end=case.get("may_end", False))
 
 
 def pools_of(engine: Engine) -> list[Any]:
@@ -101,14 +102,15 @@ def settle(look: Callable[[], Any], accept: Callable[[Any], bool], timeout_s: fl
     return seen
 
 
-def set_limit(bank: Any, pages: int) -> None:
-    """As an operator does, through the control endpoint."""
+def set_limit(bank: Any, pages: int, suffix: str = "") -> None:
+    """As an operator does, through the control endpoint. `suffix`: of the rank's name."""
     from kvcached.config import load_settings
     from kvcached.runtime.control import ControlClient
     from kvcached.runtime.endpoint import endpoint_path
 
     settings = load_settings()
-    ControlClient(endpoint_path(settings.run_dir, str(settings.instance_name)), 5.0).limit(pages * bank.pool.geometry.release_step_bytes)
+    endpoint = endpoint_path(settings.run_dir, f"{settings.instance_name}{suffix}")
+    ControlClient(endpoint, 5.0).limit(pages * bank.pool.geometry.release_step_bytes)
 
 
 def count_retractions(engine: Engine) -> list[int]:

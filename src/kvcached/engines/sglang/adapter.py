@@ -12,14 +12,13 @@ import torch
 from kvcached.config import check_public_package, configure_logging, load_settings
 from kvcached.engines.sglang import admission
 from kvcached.engines.sglang.gate import Gates
-from kvcached.engines.sglang.identity import Identity
 from kvcached.engines.sglang.install import install_seams, is_installed
 from kvcached.engines.sglang.memory import EngineMemory, PoolMemory
 from kvcached.engines.sglang.seams import seams_of
 from kvcached.engines.sglang.support import require_features, require_pool, require_release
 from kvcached.engines.sglang.watch import SchedulerWatch
 from kvcached.engines.sglang.zeros import ZerosFromArena
-from kvcached.errors import EngineNotSupported
+from kvcached.errors import EngineNotSupported, KVCachedError, PeerLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvcached.sglang")
 _SCHEDULER_MODULE: Final = "sglang.srt.managers.scheduler"
 # Attention backends whose kernels take the distance of slots from the tensors; shown by tests. Others get dense tensors.
+_LOST_S: Final = 2.0
 _TAKES_STRIDES: Final = frozenset({"torch_native", "triton"})
 
 
@@ -62,7 +62,7 @@ class Adapter:
     # ------------------------------------------------------------------ memory
 
     def virtual_bytes(self, original: Callable[..., Any], holder: Any, *args: Any, **kwargs: Any) -> int:
-        return self._open(holder).virtual_bytes
+        return self._open(holder).virtual_bytes()
 
     def _open(self, holder: Any) -> EngineMemory:
         """`holder`: what SGLang sizes its pools with; it knows the device."""
@@ -73,8 +73,8 @@ class Adapter:
             device = torch.device(holder.device)
             if device.type == "cuda" and device.index is None:
                 device = torch.device("cuda", torch.cuda.current_device())
-            identity = Identity.of(settings, self._server_args.served_model_name or self._server_args.model_path)
-            self._memory = EngineMemory(settings, identity, device, interleaved=self._takes_strides())
+            model = self._server_args.served_model_name or self._server_args.model_path
+            self._memory = EngineMemory(settings, model, device, interleaved=self._takes_strides())
         return self._memory
 
     def _takes_strides(self) -> bool:
@@ -152,6 +152,7 @@ class Adapter:
             original(scheduler, server_args, *args, **kwargs)
             self._watch = SchedulerWatch(scheduler, self.memory, settings.max_cached_tokens)
             self.memory.serve()
+            self._watch.settle_bounds()
         except BaseException:
             if self._memory is not None:
                 self._memory.close()
@@ -164,9 +165,27 @@ class Adapter:
             raise EngineNotSupported("SGLang's scheduler works before it is complete")
         return self._watch
 
-    def locked(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(self, original: Callable[..., Any], scheduler: Any) -> Any:
+        """An exchange fails where a rank is gone: the one that is left knows only that, so the one that has ended is named here."""
+        crew = self.memory.crew
+        try:
+            result = original(scheduler)
+        except KVCachedError:
+            raise
+        except Exception as error:
+            lost = "" if crew is None else crew.word(_LOST_S)
+            if lost:
+                raise PeerLost(lost) from error
+            raise
+        if crew is not None:
+            crew.leave()
+        return result
+
+    def receive(self, original: Callable[..., Any], scheduler: Any, recv_reqs: Any) -> Any:
         with self.watch.lock:
-            return original(scheduler, *args, **kwargs)
+            if recv_reqs:
+                self.watch.agree_early()
+            return original(scheduler, recv_reqs)
 
     def checked(self, original: Callable[..., Any], checker: Any) -> Any:
         with self.watch.lock:
@@ -175,11 +194,12 @@ class Adapter:
     def schedule(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         with self.watch.lock:
             self.watch.reopen()
-            plan = original(scheduler, *args, **kwargs)
-            if getattr(plan, "batch_to_run", plan) is None:
-                self.watch.end_hopeless()
-            else:
-                self.watch.begin_step()
+            with self.watch.agreed():
+                plan = original(scheduler, *args, **kwargs)
+                if getattr(plan, "batch_to_run", plan) is None:
+                    self.watch.end_hopeless()
+                else:
+                    self.watch.begin_step()
             return plan
 
     def finish_step(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -43,12 +43,12 @@ class ElasticAllocator(_Base):
 
     def kvcached_take(self, pages: int) -> torch.Tensor | None:
         """Page ids on the device; None when there is no memory for them after all."""
-        bank = self.kvcached_bank
-        with bank.pool.lock:
-            if bank.pool.available() < pages:
-                self.kvcached_gates.full.secure(pages * bank.page_slots)
+        gate, slots = self.kvcached_gates.full, pages * self.page_size
+        with gate.bank.pool.lock:
+            if gate.ready_slots < slots:
+                gate.secure(slots)
             try:
-                return bank.take(pages)
+                return gate.take(pages)
             except PoolExhausted:
                 return None
 

@@ -139,11 +139,6 @@ class PageBank:
         """What SGLang can ever own at the same time, at the present limit."""
         return max(0, self.pool.max_blocks() - 1) * self.page_slots
 
-    @property
-    def longest_prompt_slots(self) -> int:
-        """A prefill is admitted with one page more than it takes."""
-        return max(0, self.most_slots - self.page_slots)
-
     def free_ids(self) -> torch.Tensor:
         """All ids that SGLang does not own, for its own checks."""
         self.settle(wait=True)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from kvcached.units import ceil_div
 
 if TYPE_CHECKING:
+    import torch
+
     from kvcached.engines.sglang.bank import PageBank
 
 _BACKOFF_S: Final = 0.02
@@ -79,6 +81,25 @@ class Gate:
 
     def pages(self, slots: int) -> int:
         return ceil_div(int(slots), self.bank.page_slots)
+
+    @property
+    def ready_slots(self) -> int:
+        """What can be taken without asking anybody."""
+        return self.bank.ready_slots
+
+    @property
+    def most_slots(self) -> int:
+        """What SGLang can ever own at the same time, at the present limit."""
+        return self.bank.most_slots
+
+    @property
+    def longest_prompt_slots(self) -> int:
+        """A prefill is admitted with one page more than it takes."""
+        return max(0, self.most_slots - self.bank.page_slots)
+
+    def take(self, pages: int) -> torch.Tensor:
+        """Page ids on the device. Raises `PoolExhausted`; then nothing was taken."""
+        return self.bank.take(pages)
 
     def secure(self, slots: int, *, insist: bool = True) -> bool:
         """Whether so many slots can be taken now, after mapping pages and evicting from the tree if need be.
@@ -175,7 +196,7 @@ class Gates:
         page = self.page_slots
         if self.secure(reserved + self.full.pages(slots) * page + page, insist=False):
             return slots
-        ready = min(gate.bank.ready_slots for gate in self.all) - reserved - page
+        ready = min(gate.ready_slots for gate in self.all) - reserved - page
         return ready // page * page if ready >= page else None
 
 

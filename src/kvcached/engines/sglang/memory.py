@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from kvcached.engines.fence import StreamFence
+from kvcached.engines.sglang.agreed import AgreedGate
 from kvcached.engines.sglang.bank import PageBank
 from kvcached.engines.sglang.gate import Gate
+from kvcached.engines.sglang.identity import Identity
 from kvcached.engines.sglang.placement import Placement, page_floor_bytes, place
+from kvcached.engines.sglang.ranks import Accord, Crew, Topic
 from kvcached.engines.sglang.tree_pool import TreePool
 from kvcached.errors import EngineNotSupported
 from kvcached.runtime.cards import OpenCard
@@ -27,7 +30,6 @@ if TYPE_CHECKING:
 
     from kvcached.card.entry import Entry
     from kvcached.config import Settings
-    from kvcached.engines.sglang.identity import Identity
     from kvcached.runtime.mapper import Mapper
 
 _log = logging.getLogger("kvcached.sglang")
@@ -62,26 +64,29 @@ class Streams:
 class EngineMemory:
     """Opened when the engine asks for its capacity; closed when the engine ends."""
 
-    def __init__(self, settings: Settings, identity: Identity, device: torch.device, *, interleaved: bool) -> None:
+    def __init__(self, settings: Settings, model: str, device: torch.device, *, interleaved: bool) -> None:
+        """`model`: path or name of the model as SGLang was given it. All ranks of an engine make theirs at the same time."""
         self.settings = settings
-        self.identity = identity
+        self.accord = Accord.of_engine()
+        self.identity = identity = Identity.of(settings, model, self.accord)
+        self.crew = None if self.accord is None else Crew(self.accord, identity.instance.removesuffix(self.accord.mine.suffix))
         self.device = device
         self.interleaved = interleaved if settings.contiguous_layout is None else settings.contiguous_layout
         self.streams = Streams(device)
         self.parts: list[PoolMemory] = []
         self.lock = threading.RLock()  # of all pools
-        self.card = OpenCard.open(settings, _card_name(settings, device))
+        self.card = OpenCard.open(settings, _card_name(settings, device, 0 if self.accord is None else self.accord.mine.rank))
         self._other: Entry | None = None
         if device.type == "cuda":  # a host card holds KV memory only
             measured_bytes = torch.cuda.max_memory_reserved(device) + _CONTEXT_BYTES
             given_bytes = None if settings.other is None else settings.other.of(self.card.budget_bytes)
             self._other = self.card.adopt_other(identity.instance, identity.name, given_bytes or measured_bytes)
 
-    @property
     def virtual_bytes(self) -> int:
-        """The address range: the most that the KV cache can ever grow to."""
+        """The address range: the most that the KV cache can ever grow to, the same on all ranks. All of them ask at the same time."""
         virtual = self.settings.virtual
-        return self.card.budget_bytes if virtual is None else virtual.of(self.card.device.info.total_bytes)
+        size_bytes = self.card.budget_bytes if virtual is None else virtual.of(self.card.device.info.total_bytes)
+        return size_bytes if self.accord is None else self.accord.least(Topic.RANGE, [size_bytes])[0]
 
     def part_of(self, kv_pool: Any) -> PoolMemory:
         """The memory that was made for this KV pool. Raises `EngineNotSupported` where it got its memory in some other way."""
@@ -98,6 +103,8 @@ class EngineMemory:
         for part in self.parts:
             if part.owner is not None:
                 part.owner.start()
+        if self.crew is not None:
+            self.crew.start()
 
     def close(self) -> None:
         """Give everything back. A second call does nothing."""
@@ -178,9 +185,9 @@ class PoolMemory:
         pool.take_ids([0])
         pool.pin_page_of(0)
         bank = PageBank(pool, page_slots, self.engine.device)
-        gate = Gate(bank)
+        gate = Gate(bank) if self.engine.accord is None else AgreedGate(bank, self.engine.accord)
         pool.reclaim = lambda blocks: self._reclaim(gate, blocks)
-        self.owner.operations.longest_request_tokens = lambda: bank.most_slots
+        self.owner.operations.longest_request_tokens = lambda: gate.most_slots
         return gate
 
     def _reclaim(self, gate: Gate, blocks: int) -> int:
@@ -206,9 +213,10 @@ class PoolMemory:
         self.mapper.close()
 
 
-def _card_name(settings: Settings, device: torch.device) -> str:
-    if settings.card != "auto":
-        return settings.card
+def _card_name(settings: Settings, device: torch.device, rank: int) -> str:
+    asked = settings.card_of(rank)
+    if asked != "auto":
+        return asked
     backend = "hip" if device.type == "cuda" and torch.version.hip else _BACKENDS.get(device.type)
     if backend is None:
         raise EngineNotSupported(f"SGLang on a {device.type} device cannot be elastic")

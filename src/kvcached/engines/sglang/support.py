@@ -25,8 +25,13 @@ _ARGUMENTS: Final[tuple[tuple[str, object, str], ...]] = (
     ("enable_kv_cache_sharding", False, "a KV cache that is sharded by pages has a layout of its own"),
     ("enable_pdmux", False, "PD multiplexing runs prefill and decode on streams of its own"),
     ("speculative_algorithm", None, "speculative decoding has a second KV pool on the same slots"),
-    ("tp_size", 1, "tensor parallel ranks must decide alike"),
-    ("pp_size", 1, "pipeline stages must decide alike"),
+    ("pp_size", 1, "a stage of a pipeline has to decide before the stages behind it can say what they have"),
+    ("nnodes", 1, "the ranks of an engine must be on one machine"),
+    ("enable_dp_attention", False, "data parallel attention has several schedulers in one group of ranks"),
+    ("attn_dp_size", 1, "data parallel attention has several schedulers in one group of ranks"),
+    ("attn_cp_size", 1, "context parallel ranks hold different parts of a request"),
+    ("dcp_size", 1, "context parallel ranks hold different parts of a request"),
+    ("elastic_ep_backend", None, "ranks that come and go cannot agree on memory"),
     ("dp_size", 1, "data parallel schedulers share a name"),
 )
 

@@ -8,7 +8,9 @@ import logging
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
+from kvcached.engines.sglang.agreed import AgreedGate, Agreement
 from kvcached.engines.sglang.gate import gates_of
+from kvcached.engines.sglang.ranks import Topic
 from kvcached.errors import EngineNotSupported
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from kvcached.engines.sglang.memory import EngineMemory
 
 _log = logging.getLogger("kvcached.sglang")
+_NO_BOUND: Final = (1 << 62) - 1
 _MOST_AHEAD: Final = 8  # part of the pool that is kept free for what comes next
 
 
@@ -40,6 +43,9 @@ class SchedulerWatch:
         with self.lock:
             gates.watch_tree(scheduler.tree_cache)
         memory.streams.scheduler = scheduler
+        self._agreement = (
+            None if memory.accord is None else Agreement(memory.accord, [gate for gate in self.gates if isinstance(gate, AgreedGate)])
+        )
 
     @contextlib.contextmanager
     def unlocked(self) -> Iterator[None]:
@@ -49,6 +55,34 @@ class SchedulerWatch:
             yield
         finally:
             self.lock.acquire()
+
+    # ------------------------------------------------------------------ ranks
+
+    def settle_bounds(self) -> None:
+        """The engine is complete: what all of its ranks can serve."""
+        if self._agreement is not None:
+            accord = self._agreement.accord
+            (most,) = accord.least(Topic.SETTINGS, [self._max_cached_tokens if self._max_cached_tokens >= 0 else _NO_BOUND])
+            self._max_cached_tokens = -1 if most == _NO_BOUND else most
+            with self.lock, self.agreed():
+                pass
+
+    def agree_early(self) -> None:
+        """Requests have come, and bounds may have moved since the last step."""
+        with self.agreed():
+            pass
+
+    @contextlib.contextmanager
+    def agreed(self) -> Iterator[None]:
+        """With the lock held: what is decided within rests on what all ranks have agreed on."""
+        if self._agreement is None:
+            yield
+            return
+        self._agreement.begin(len(self._scheduler.waiting_queue))
+        try:
+            yield
+        finally:
+            self._agreement.lapse()
 
     # ------------------------------------------------------------------ steps
 
@@ -77,7 +111,7 @@ class SchedulerWatch:
         for gate in self.gates:
             gate.bank.settle()
             if self._ahead_slots:
-                gate.evict_ahead(min(self._ahead_slots, gate.bank.most_slots // _MOST_AHEAD))
+                gate.evict_ahead(min(self._ahead_slots, gate.most_slots // _MOST_AHEAD))
         self.gates[0].trim_cache(self._max_cached_tokens)
 
     def rest(self) -> None:
@@ -110,7 +144,7 @@ class SchedulerWatch:
         """`at_once`: how many of them a pool of windows has to hold at the same time."""
         in_window = tokens if at_once is None else min(tokens, at_once)
         for gate, needed in ((self.gates[0], tokens), (self.gates[-1], in_window)):
-            most = gate.bank.longest_prompt_slots
+            most = gate.longest_prompt_slots
             if needed > most:
                 return (
                     f"the request needs {needed} tokens of KV cache and the pool can hold {most} at most at its present limit; "
