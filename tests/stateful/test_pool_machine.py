@@ -38,7 +38,7 @@ class Book:
         self.lease_bytes += delta_bytes
         return LeaseResult(True, room, Refusal.NONE, "")
 
-    def unlease(self, delta_bytes):
+    def unlease(self, delta_bytes, usage=None):
         self.lease_bytes -= delta_bytes
 
     def publish(self, usage):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mapper: the lease rises before the first create and falls after the release, whatever the device does in between."""
 
+import time
+
 import pytest
 
 from kvcached.card.budget import Refusal
@@ -39,9 +41,10 @@ class Book:
         self.lease_bytes += delta_bytes
         return LeaseResult(True, self.room_bytes - self.lease_bytes, Refusal.NONE, "")
 
-    def unlease(self, delta_bytes):
+    def unlease(self, delta_bytes, usage=None):
         self.lease_bytes -= delta_bytes
         assert self.lease_bytes >= self.arena.stats().held_bytes
+        self.usage = usage
 
     def publish(self, usage):
         if self.publish_error:
@@ -182,12 +185,19 @@ def test_a_mistake_of_the_owner_is_refused_and_changes_nothing(device):
     assert mapper.map([(3, 1)], urgent=True).result().verdict is Verdict.REFUSED
 
 
-def test_the_report_is_published_with_what_is_mapped(device):
+def test_what_is_given_back_is_shown_with_the_lease_and_the_rest_soon(device):
+    """No grant depends on what is shown, so a map writes nothing but its lease."""
     mapper, book, _ = make(device)
     mapper.report(Report(parked_bytes=6))
     assert book.usage.parked_bytes == 6
-    mapper.map([(0, 1)], urgent=True)
+    mapper.map([(0, 1), (1, 1)], urgent=True)
+    mapper.unmap([(0, 1)], 0)
     assert (book.usage.mapped_bytes, book.usage.parked_bytes) == (PAGE, 6)
+    mapper.map([(0, 1)], urgent=True)
+    end = time.monotonic() + 20
+    while book.usage.mapped_bytes < 2 * PAGE:
+        assert time.monotonic() < end
+        time.sleep(0.01)
     mapper.close()
 
 

@@ -141,12 +141,14 @@ class Entry:
             raise Misuse(f"own {delta_bytes} bytes: only {self.lease_bytes - self.ownable_bytes} of the lease are not ownable yet")
         return self._wish(_Wish(0, delta_bytes, None, want), deadline_s)
 
-    def unlease(self, delta_bytes: int) -> None:
-        """Lower the lease, after the release has returned. Needs no lock of the card. Raises `Misuse` below zero."""
+    def unlease(self, delta_bytes: int, usage: Usage | None = None) -> None:
+        """Lower the lease, after the release has returned, and show with the same write where the bytes are now. Needs no lock of the
+        card. Raises `Misuse` below zero."""
 
         def lower(record: Record) -> Record:
             lease_bytes = record.lease_bytes - _natural(delta_bytes, record.lease_bytes, "unlease")
-            return record._replace(lease_bytes=lease_bytes, ownable_bytes=min(lease_bytes, record.ownable_bytes))
+            lowered = record._replace(lease_bytes=lease_bytes, ownable_bytes=min(lease_bytes, record.ownable_bytes))
+            return lowered if usage is None else with_usage(lowered, usage)
 
         self._update(lower)
 

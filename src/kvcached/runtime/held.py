@@ -36,7 +36,7 @@ class Lease(Protocol):
 
     def want(self, delta_bytes: int, *, owned: bool, ticket: int, deadline_s: float) -> int: ...
 
-    def unlease(self, delta_bytes: int) -> None: ...
+    def unlease(self, delta_bytes: int, usage: Usage | None = None) -> None: ...
 
     def publish(self, usage: Usage) -> None: ...
 
@@ -81,7 +81,7 @@ class HeldMemory:
     # ------------------------------------------------------------------ what changes what is held
 
     def perform(self, operation: Callable[[], Outcome]) -> Outcome:
-        """Run `operation` under the lock. Afterwards the lease is what is held, and shown."""
+        """Run `operation` under the lock. Afterwards the lease is what is held."""
 
         def locked() -> Outcome:
             with self.lock:
@@ -126,16 +126,18 @@ class HeldMemory:
         return self._entry.want(size_bytes, owned=True, ticket=ticket, deadline_s=self._lease_deadline_s)
 
     def _account(self) -> None:
-        """Lower the lease to what is held, and publish. A record that cannot be reached changes nothing about the memory: the lease
-        stays too high until a heartbeat has found the record again."""
+        """Lower the lease to what is held, and show with it where that is. Where nothing is given back nothing is written: no grant
+        depends on what is shown, and the next report or heartbeat shows it. So what is shown is never more than what is leased.
+
+        A record that cannot be reached changes nothing about the memory: the lease stays too high until a heartbeat has found it again.
+        """
         stats = self.arena.stats()
-        try:
-            surplus = self._entry.lease_bytes - self.held_bytes(stats)
-            if surplus > 0:
-                self._entry.unlease(surplus)
-        except PeerError as error:
-            _log.warning("the lease could not be lowered: %s", error)
-        self._publish(stats)
+        surplus = self._entry.lease_bytes - self.held_bytes(stats)
+        if surplus > 0:
+            try:
+                self._entry.unlease(surplus, self._usage(stats))
+            except PeerError as error:
+                _log.warning("the lease could not be lowered: %s", error)
 
     # ------------------------------------------------------------------ the card's record
 
@@ -157,7 +159,7 @@ class HeldMemory:
         with self.lock:
             self._report = report
             if not self._closed:
-                self._publish(self.arena.stats())
+                self._publish()
 
     def status(self) -> MapperStatus:
         """Raises `Misuse` after `close`."""
@@ -170,9 +172,9 @@ class HeldMemory:
             held_bytes=self.held_bytes(stats),
         )
 
-    def _publish(self, stats: ArenaStats) -> None:
+    def _usage(self, stats: ArenaStats) -> Usage:
         report = self._report
-        usage = Usage(
+        return Usage(
             mapped_bytes=stats.mapped_bytes,
             prepared_bytes=stats.prepared_bytes,
             quarantined_bytes=stats.quarantined_bytes,
@@ -184,8 +186,10 @@ class HeldMemory:
             cached_bytes=report.cached_bytes,
             owned_bytes=report.owned_bytes,
         )
+
+    def _publish(self) -> None:
         try:
-            self._entry.publish(usage)
+            self._entry.publish(self._usage(self.arena.stats()))
         except PeerError as error:
             _log.warning("the card's record could not be written: %s", error)
 
@@ -197,6 +201,7 @@ class HeldMemory:
                 try:
                     self._entry.heartbeat()
                     self._account()
+                    self._publish()
                 except PeerError as error:  # the lease is kept; the next beat tries again
                     _log.warning("the card's record could not be reached: %s", error)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvcached.card.budget import Refusal
 from kvcached.card.entry import LeaseResult
+from kvcached.card.record import Usage
 from kvcached.errors import InvariantBroken
 from kvcached.ranks.facts import MapperFacts
 from kvcached.ranks.frames import hello_of_rank
@@ -21,7 +22,6 @@ from kvcached.vmm.fake import FakeDevice
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcached.card.record import Usage
     from kvcached.core.geometry import BlockGeometry
     from kvcached.vmm.fake_arena import FakeArena
 
@@ -37,7 +37,7 @@ class Book:
         self.most_bytes = 0
         self.arena: FakeArena | None = None
         self.device: FakeDevice | None = None
-        self.usage: Usage | None = None
+        self.usage = Usage()
         self.limits: tuple[int, int, float, int] | None = None
         self.limits_error: Exception | None = None
         self.tickets: list[int] = []
@@ -61,9 +61,10 @@ class Book:
         self.tickets.append(ticket or self.next_ticket)
         return ticket or self.next_ticket
 
-    def unlease(self, delta_bytes: int) -> None:
+    def unlease(self, delta_bytes: int, usage: Usage | None = None) -> None:
         self.lease_bytes -= delta_bytes
         self._check()
+        self.usage = usage or self.usage
 
     def publish(self, usage: Usage) -> None:
         self._check()
