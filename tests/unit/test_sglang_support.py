@@ -46,13 +46,14 @@ def test_what_is_wrapped_has_a_hook_and_nothing_else_has() -> None:
 
 
 def test_usual_arguments_are_taken() -> None:
-    require_features(SimpleNamespace(tp_size=1, pp_size=1, dp_size=1, disaggregation_mode="null", speculative_algorithm=None))
+    require_features(SimpleNamespace(tp_size=2, pp_size=1, dp_size=1, disaggregation_mode="null", speculative_algorithm=None))
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tp_size", 2),
+        ("pp_size", 2),
+        ("enable_dp_attention", True),
         ("dp_size", 4),
         ("disaggregation_mode", "decode"),
         ("enable_memory_saver", True),
