@@ -1,110 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real `vllm serve` as its users start it: front end, engine core and worker in processes of their own."""
+"""A real `vllm serve` with the small model."""
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import json
-import os
-import signal
-import socket
-import subprocess
-import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from harness.engines import MODELS, PYTHON, environment
+from kvcached.testing import servers
+from kvcached.testing.kinds import VLLM, Shape
 
-PROC = Path("/proc")
-START_S = 300
-STOP_S = 30
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
-class Server:
-    """Started when it is made, ready when `wait_until_ready` returns; `kill` ends every process of it."""
+class Server(servers.Server):
+    """Of this release, in this folder, elastic by its environment."""
+
+    always: ClassVar[dict[str, Any]] = {"return_token_ids": True}
 
     def __init__(self, version: str, folder: Path, *options: str, **settings: str) -> None:
-        self.port = free_port()
         self.run_dir = folder / "run"
-        self.log_path = folder / "server.log"
-        serve = "from vllm.entrypoints.cli.main import main; main()"
-        command = [str(PYTHON), "-c", serve, "serve", str(MODELS / "llama"), "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--enforce-eager", "--dtype", "float32", "--block-size", "32", "--max-model-len", "2048", "--max-num-seqs", "8"]
-        command += ["--served-model-name", "tiny", "--seed", "0", *options]
+        port = servers.free_port()
+        command = [str(PYTHON), *VLLM.arguments(MODELS / "llama", "tiny", port, Shape(8, 2048)), "--seed", "0", *options]
         ours = {"ENABLE_KVCACHED": "true", "KVCACHED_RUN_DIR": str(self.run_dir), "KVCACHED_IDLE_TRIM_S": "0.3"}
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, env=environment(version, **(ours | settings)), cwd=folder, stdout=log, stderr=log, start_new_session=True
-            )
-
-    @property
-    def log(self) -> str:
-        return self.log_path.read_text(errors="replace")
-
-    def wait_until_ready(self) -> Server:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log[-6000:]}")
-            with contextlib.suppress(OSError):
-                if self.call("GET", "/health")[0] == 200:
-                    return self
-            time.sleep(0.5)
-        raise AssertionError(f"the server was not ready within {START_S} s:\n{self.log[-6000:]}")
-
-    def call(self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = 120) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
-        try:
-            payload = None if body is None else json.dumps(body)
-            connection.request(method, path, payload, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            return response.status, response.read().decode()
-        finally:
-            connection.close()
-
-    def complete(self, prompt: str, max_tokens: int = 24, **more: Any) -> tuple[int, dict[str, Any]]:
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        status, text = self.call("POST", "/v1/completions", body | more)
-        return status, json.loads(text)
+        super().__init__(command, environment(version, **(ours | settings)), folder / "server.log", port, "tiny")
 
     def abandon(self, prompt: str, max_tokens: int) -> None:
         """Begin a long streamed answer and hang up after its first piece."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        connection.getresponse().read(16)
-        connection.close()
-
-    def processes(self) -> list[int]:
-        """All processes of the server's session that are not dead already."""
-        found = []
-        for stat in (path / "stat" for path in PROC.iterdir() if path.name.isdigit()):
-            with contextlib.suppress(OSError):
-                fields = stat.read_text().rpartition(")")[2].split()
-                if int(fields[3]) == self.process.pid and fields[0] != "Z":
-                    found.append(int(stat.parent.name))
-        return found
-
-    def stop(self) -> bool:
-        """SIGTERM, as an operator does. False when it did not end in time (it is killed then)."""
-        self.process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(STOP_S)
-            return True
-        self.kill()
-        return False
-
-    def kill(self) -> None:
-        """SIGKILL to every process at once."""
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        self.stream(prompt, max_tokens, pieces=1)
