@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 from kvcached.errors import Misuse, PeerError, PeerLost, PeerTimeout
 from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report, Runs, Verdict
 from kvcached.ranks.coordinator import Coordinator, Effect, Fail, Remind, Send, Settle
+from kvcached.ranks.credit import CreditAccount
 from kvcached.ranks.facts import MapperFacts, agreed
 from kvcached.ranks.inquiry import Answers, Inquiries
 from kvcached.ranks.limits import SharedLimits
@@ -29,7 +29,7 @@ from kvcached.ranks.link import Link, connect_all
 from kvcached.ranks.loop import Loop
 from kvcached.ranks.messages import Goodbye, Hello, Message, StatusRequest
 from kvcached.ranks.scale import Scale
-from kvcached.ranks.transactions import Answer, Classes, classes_of
+from kvcached.ranks.transactions import Answer, classes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -51,10 +51,13 @@ class RankGroup:
     Mappers may start later than their owner. Raises `PeerTimeout` when one does not answer within `timeout_s`, `HandshakeMismatch`
     when one differs or its pages are numbered otherwise, `PeerRefused` for a mapper of another user.
 
+    `ahead_pages`: so many pages of credit are held ahead of need while maps go with steps, and the ranks hear of promised maps before
+    their step, which so finds them mapped. 0: neither.
+
     Bytes are those of the rank that needs most for a page (`shared_facts.geometry`), also in reports and limits.
     """
 
-    def __init__(self, paths: Sequence[Path], hello: Hello, timeout_s: float) -> None:
+    def __init__(self, paths: Sequence[Path], hello: Hello, timeout_s: float, *, ahead_pages: int = 0) -> None:
         self._links = connect_all(list(paths), hello, timeout_s)
         try:
             self.facts = [MapperFacts.from_text(link.hello.facts) for link in self._links]
@@ -66,10 +69,13 @@ class RankGroup:
         steps_bytes = [facts.geometry.release_step_bytes for facts in self.facts]
         self._scale = Scale(steps_bytes, self.shared_facts.geometry.release_step_bytes)
         self._coordinator = Coordinator(len(self._links), names=[link.name for link in self._links])
+        self._credit = CreditAccount(
+            self._coordinator, self._begin, time.monotonic, unit_bytes=self._scale.unit_bytes, ahead_pages=ahead_pages
+        )
+        self._tells_at_once = ahead_pages > 0
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._then: dict[int, Callable[[Outcome], None]] = {}  # by transaction
-        self._claimed: Counter[int] = Counter()  # credit that maps under way count on, by class
         self._unsent: set[tuple[int, int]] = set()  # promised runs that no rank was told of
         self._recalled: list[tuple[int, Runs, Future[Outcome]]] = []  # until the operation is complete everywhere
         self._inquiries = Inquiries()
@@ -132,7 +138,7 @@ class RankGroup:
     def trim(self) -> Future[Outcome]:
         future: Future[Outcome] = Future()
         with self._turn():
-            self._release(self._spare_credit(), lambda outcome: self._finish(future, outcome))
+            self._credit.trim(lambda outcome: self._finish(future, outcome))
         return future
 
     def set_limits(self, limits: LimitsRequest) -> Future[Outcome]:
@@ -193,34 +199,19 @@ class RankGroup:
         for link in self._links:
             link.close()
 
-    # ------------------------------------------------------------------ maps from credit
+    # ------------------------------------------------------------------ with the steps
 
     def _map_in_band(self, runs: tuple[tuple[int, int], ...], urgent: bool, future: Future[Outcome]) -> None:
         need = classes_of(runs)
-        missing = tuple((pages, count - spare) for pages, count in need if (spare := self._spare(pages)) < count)
-        self._claimed.update(dict(need))
 
-        def grown(outcome: Outcome) -> None:
-            self._claimed.subtract(dict(need))
-            self._finish(future, self._promise(runs, urgent) if outcome.verdict is Verdict.DONE else self._with_credit(outcome, need))
+        def claimed(outcome: Outcome) -> None:
+            if outcome.verdict is Verdict.DONE:
+                outcome = self._promise(runs, urgent)
+                if urgent:
+                    self._credit.fill_up(need)
+            self._finish(future, outcome)
 
-        if missing:
-            self._grow(missing, urgent, grown)
-        else:
-            grown(_DONE)
-
-    def _grow(self, missing: Classes, urgent: bool, then: Callable[[Outcome], None]) -> None:
-        """When it is refused, credit of other classes may be in the way: that goes first, and it is tried once more."""
-
-        def refused(outcome: Outcome) -> None:
-            wanted = {pages for pages, _ in missing}
-            others = tuple((pages, runs) for pages, runs in self._spare_credit() if pages not in wanted)
-            if outcome.verdict is Verdict.EXHAUSTED and others:
-                self._release(others, lambda _: self._begin(self._coordinator.grow_credit(missing, urgent), then))
-            else:
-                then(outcome)
-
-        self._begin(self._coordinator.grow_credit(missing, urgent), refused)
+        self._credit.claim(need, urgent, claimed)
 
     def _promise(self, runs: tuple[tuple[int, int], ...], urgent: bool) -> Outcome:
         if not self._coordinator.promise(runs):
@@ -228,26 +219,15 @@ class RankGroup:
         self._unsent.update(runs)
         if not urgent:  # nobody's step waits for it: the ranks map it before one does
             self._carry_out(self._coordinator.flush())
+        elif self._tells_at_once:  # by the loop's thread: the caller, which is making a step, has no time for it
+            self._loop.after(0.0, self._tell_of_promises)
         return _DONE
 
-    def _with_credit(self, outcome: Outcome, need: Classes) -> Outcome:
-        """A smaller wish could use what there is."""
-        if outcome.verdict is not Verdict.EXHAUSTED:
-            return outcome
-        spare_pages = sum(pages * max(0, self._spare(pages)) for pages, _ in need)
-        return replace(outcome, size_bytes=outcome.size_bytes + spare_pages * self._scale.unit_bytes)
-
-    def _spare(self, run_pages: int) -> int:
-        return max(0, self._coordinator.credit(run_pages) - self._claimed[run_pages])
-
-    def _spare_credit(self) -> Classes:
-        return tuple((pages, spare) for pages, _ in self._coordinator.credits() if (spare := self._spare(pages)))
-
-    def _release(self, classes: Classes, then: Callable[[Outcome], None]) -> None:
-        if classes:
-            self._begin(self._coordinator.release_credit(classes), then)
-        else:
-            then(_DONE)
+    def _tell_of_promises(self) -> None:
+        """So that the step finds mapped what it reads. What it was told of, or what was taken back, needs no word."""
+        with self._turn():
+            if self._unsent and not self._closing:
+                self._carry_out(self._coordinator.flush())
 
     def _release_recalled(self) -> None:
         """What is complete on every rank is unmapped and credit now, and nobody has a claim on it. Credit that cannot be released
@@ -261,7 +241,7 @@ class RankGroup:
                 _log.error("quarantined: %s", reason)
                 self._finish(future, Outcome(Verdict.UNKNOWN, pages=_pages_of(runs), reason=reason))
             else:
-                self._release(classes_of(runs), lambda outcome, future=future: self._finish(future, _unmapped(outcome)))  # type: ignore[misc]
+                self._credit.release(classes_of(runs), lambda outcome, future=future: self._finish(future, _unmapped(outcome)))  # type: ignore[misc]
 
     def _flush_recalled(self) -> None:
         """No step came for a while."""

@@ -146,6 +146,7 @@ def _connect(settings: Settings, config: Any) -> tuple[MapperPort, MapperFacts]:
         [rank_socket(settings.run_dir, identity.instance, rank) for rank in ranks],
         greeting(identity.instance),
         timeout_s=settings.ipc_timeout_s,
+        ahead_pages=settings.max_reserved_pages if settings.prealloc_enabled else 0,
     )
     group.begin_steps()
     return group, group.shared_facts
