@@ -24,5 +24,5 @@ fi
 [ -x "$venv/bin/python" ] || { echo "setup: creating $venv"; "$python" -m venv "$venv"; }
 echo "setup: installing the checkers and building the package (about a minute the first time)"
 "$venv/bin/python" -m pip install -q --disable-pip-version-check "scikit-build-core>=0.10,<1" "cmake>=3.22" "ninja>=1.11"
-"$venv/bin/python" -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[dev]"
+"$venv/bin/python" -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[dev,demo]"
 echo "setup: done"
