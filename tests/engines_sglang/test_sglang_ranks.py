@@ -37,6 +37,7 @@ def ranked(name: str, *, elastic: bool = True, environment: dict[str, str] | Non
         arguments=HOPEFUL,
         environment=BIND | (environment or {}),
         also=PROMPTS | also | {"part": part},
+        timeout_s=300,
     )
 
 
