@@ -5,31 +5,37 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvcached.card.card import Card
+from kvcached.testing import servers
+from kvcached.testing.kinds import SGLANG, VLLM, Shape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvcached.testing.kinds import EngineKind
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = ROOT / ".venv-engines" / "bin" / "python"
 MODEL = ROOT / ".cache" / "models" / "smollm2"
-RELEASE = ROOT / ".cache" / "engines" / "vllm-0.32.0"
+RELEASES = {VLLM: ROOT / ".cache" / "engines" / "vllm-0.32.0", SGLANG: ROOT / ".cache" / "engines" / "sglang-0.5.23"}
 MIB = 1 << 20
-START_TIMEOUT_S = 240
-ANSWER_TIMEOUT_S = 240
+TOKEN_BYTES = 30 * 2 * 3 * 64 * 4  # SmolLM2: layers, K and V, heads, head size, float32
+SHAPE = Shape(8, 512)
+FULL_BYTES = SHAPE.sequences * SHAPE.sequence_tokens * TOKEN_BYTES  # what one engine would reserve for its sequences
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def missing(*kinds: EngineKind) -> str:
+    """What has to be set up for these engines; empty when all is there."""
+    absent = [kind for kind in kinds if not (kind.python(ROOT).exists() and RELEASES[kind].exists() and MODEL.exists())]
+    return ", ".join(f"no environment with {kind.title}; {kind.make_target} sets it up" for kind in absent)
 
 
 class CardOfEngines:
@@ -46,8 +52,9 @@ class CardOfEngines:
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
-    def start(self, name: str) -> Server:
-        server = Server(self, name)
+    def start(self, name: str, kind: EngineKind = VLLM, shape: Shape = SHAPE, options: Sequence[str] = (), **settings: object) -> Server:
+        """`settings` are of KVCacheD, in addition to those of the card."""
+        server = Server(self, name, kind, shape, options, settings)
         self.engines.append(server)
         return server
 
@@ -55,6 +62,9 @@ class CardOfEngines:
         """Bytes leased now by live pools, by name."""
         cards = Card.list_cards(self.run_dir) if self.run_dir.exists() else []
         return {entry.name: entry.record.lease_bytes for card in cards for entry in card.live}
+
+    def peak_bytes(self, name: str) -> int:
+        return max(leases.get(name, 0) for _, leases in self.samples)
 
     def _watch(self) -> None:
         while not self._stop.wait(0.05):
@@ -67,7 +77,7 @@ class CardOfEngines:
         """The real command; fails the test when it exits with an error."""
         done = subprocess.run(
             [sys.executable, "-m", "kvcached.cli.kvctl", *arguments, "--json"],
-            env={**os.environ, "KVCACHED_RUN_DIR": str(self.run_dir)}, capture_output=True, text=True, timeout=60, check=False,
+            env={**os.environ, "KVCACHED_RUN_DIR": str(self.run_dir)}, capture_output=True, text=True, timeout=600, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"kvctl {arguments} exited {done.returncode}: {done.stderr}"
         answer = json.loads(done.stdout)
@@ -81,14 +91,16 @@ class CardOfEngines:
         self._thread.join(5)
 
 
-class Server:
-    """One `vllm` OpenAI server, unchanged command line, elastic by its environment alone."""
+class Server(servers.Server):
+    """An engine on a card, unchanged command line, elastic by its environment alone."""
 
-    def __init__(self, card: CardOfEngines, name: str) -> None:
+    def __init__(
+        self, card: CardOfEngines, name: str, kind: EngineKind, shape: Shape, options: Sequence[str], settings: dict[str, object]
+    ) -> None:
         self.name = name
-        self.port = free_port()
-        self.log = card.folder / f"{name}-{self.port}.log"
-        settings = {
+        self.kind = kind
+        port = servers.free_port()
+        of_card = {
             "RUN_DIR": card.run_dir,
             "HOST_DIR": card.folder / "host",
             "HOST_CAPACITY": card.budget_bytes + 64 * MIB,
@@ -100,48 +112,20 @@ class Server:
             "NAME": name,
         }
         environment = {
-            **os.environ,
-            "PYTHONPATH": str(RELEASE),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
+            **kind.variables(RELEASES[kind], os.environ),
+            **(STRICT if kind is SGLANG else {}),
             "ENABLE_KVCACHED": "true",
-            **{f"KVCACHED_{key}": str(value) for key, value in settings.items()},
+            **{f"KVCACHED_{key}": str(value) for key, value in {**of_card, **settings}.items()},
         }
-        command = [
-            str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--host", "127.0.0.1", "--port", str(self.port),
-            "--served-model-name", name, "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8", "--block-size", "32",
-            "--dtype", "float32", "--seed", "0",
-        ]  # fmt: skip
-        with self.log.open("wb") as out:
-            self.process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-            )
-
-    def wait_ready(self) -> Server:
-        end = time.monotonic() + START_TIMEOUT_S
-        while not self._healthy():
-            assert self.process.poll() is None, f"{self.name} ended:\n{self.log.read_text(errors='replace')[-6000:]}"
-            assert time.monotonic() < end, f"{self.name} is not up:\n{self.log.read_text(errors='replace')[-6000:]}"
-            time.sleep(0.5)
-        return self
-
-    def _healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
+        command = [str(kind.python(ROOT)), *kind.arguments(MODEL, name, port, shape), *options]
+        super().__init__(command, environment, card.folder / f"{name}-{port}.log", port, name)
 
     def ask(self, prompt: str, tokens: int = 24) -> str:
-        """The completion. Raises `OSError` for anything but an answer."""
-        body = json.dumps({"model": self.name, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions", data=body, headers={"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
-            choice = json.load(answer)["choices"][0]
+        """The completion. Raises `OSError` or `HTTPException` for anything but an answer."""
+        status, answer = self.complete(prompt, tokens)
+        if status != 200:
+            raise ConnectionError(f"{self.name} said {status}: {answer}")
+        choice = answer["choices"][0]
         assert choice["finish_reason"] == "length", choice
         return str(choice["text"])
 
@@ -149,12 +133,69 @@ class Server:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.ask(prompt, tokens), prompts))
 
-    def signal(self, number: int) -> None:
-        try:
-            os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            return
 
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        self.process.wait(30)
+STRICT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+    "SGLANG_DEBUG_MEMORY_POOL": "1",
+}
+"""SGLang's own checks for slots that leak; one that finds something ends the scheduler."""
+
+TOPICS = [
+    "the lighthouse keeper",
+    "a river that forgot its name",
+    "the last train of the evening",
+    "an orchard under snow",
+    "two clockmakers",
+    "the library beneath the harbour",
+    "a letter that arrived late",
+    "the gardener and the storm",
+    "a map with one road",
+    "the quiet parade",
+    "a bridge of glass",
+    "the winter market",
+]
+SEASONS = ["in spring", "in high summer", "in autumn", "in the long winter"]
+
+
+def prompts(turn: int) -> list[str]:
+    """Eight long prompts; half of them come again in the next turn, so that prefixes are worth keeping."""
+    subjects = [f"{TOPICS[(turn * 4 + index) % len(TOPICS)]} {SEASONS[(turn * 4 + index) // len(TOPICS) % 4]}" for index in range(8)]
+    return [f"Here are notes about {subject}. " * 30 + f"Tell the story of {subject} in a few calm sentences:" for subject in subjects]
+
+
+class Load:
+    """Bursts to engines; engines of one kind must always answer the same prompt in the same words."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+        self.asked: Counter[str] = Counter()
+        self.served: Counter[str] = Counter()
+        self._said: dict[tuple[str, str], str] = {}
+        self._differed: list[str] = []
+
+    def burst(self, engine: Server, turn: int | None = None) -> None:
+        questions = prompts(self.turn if turn is None else turn)
+        self.asked[engine.name] += len(questions)
+        for question, text in zip(questions, engine.burst(questions), strict=True):
+            if self._said.setdefault((engine.kind.package, question), text) != text:
+                self._differed.append(f"{engine.name}: {question[-80:]!r}")
+            self.served[engine.name] += 1
+
+    def take_turns(self, engines: list[Server], seconds: float) -> None:
+        """One engine after the other, every third burst to all of them at once; two such rounds at least."""
+        end = time.monotonic() + seconds
+        first = self.turn
+        while time.monotonic() < end or self.turn < first + 6:
+            busy = engines if self.turn % 3 == 2 else [engines[self.turn % len(engines)]]
+            threads = [threading.Thread(target=self.burst, args=(engine,)) for engine in busy]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            self.turn += 1
+        self.check()
+
+    def check(self) -> None:
+        assert self.served == self.asked, "a request failed"
+        assert self._differed == [], "the same prompt was answered differently"
