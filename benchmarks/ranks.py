@@ -3,6 +3,7 @@
 
 python benchmarks/ranks.py                                        host card: 1, 2 and 4 ranks
 python benchmarks/ranks.py --card cuda:0 --card cuda:1            one rank for each card named
+python benchmarks/ranks.py --rounds 0 --requests 400              how often a step waits for credit, without and with credit ahead
 python benchmarks/ranks.py --kill-rounds 1000 --crossed-rounds 10000
 """
 
@@ -17,13 +18,17 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcached.core.limits import Limits
 from kvcached.ranks.api import Outcome, Verdict
 from kvcached.ranks.group import RankGroup
 from kvcached.runtime.cards import OpenCard, rank_socket
+from kvcached.runtime.keeper import Keeper, KeeperOptions
+from kvcached.runtime.pool import Pool, PoolOptions
 from kvcached.testing.rank_kills import KillRounds
 from kvcached.testing.rank_processes import Child, Nursery, Place, hello
 from kvcached.units import MIB
@@ -56,11 +61,13 @@ class Bench:
         print(f"{name:58} median {row['median_us']:10.1f} us   p99 {row['p99_us']:10.1f} us", flush=True)
 
     @contextmanager
-    def group(self, cards: list[str]) -> Iterator[tuple[RankGroup, list[Child]]]:
+    def group(self, cards: list[str], ahead_pages: int = 0) -> Iterator[tuple[RankGroup, list[Child]]]:
         instance = f"bench{len(self.rows)}"
         children = [self.nursery.rank(instance, rank, card) for rank, card in enumerate(cards)]
         run_dir = self.place.settings().run_dir
-        group = RankGroup([rank_socket(run_dir, instance, rank) for rank in range(len(cards))], hello(instance), WAIT_S)
+        group = RankGroup(
+            [rank_socket(run_dir, instance, rank) for rank in range(len(cards))], hello(instance), WAIT_S, ahead_pages=ahead_pages
+        )
         try:
             yield group, children
         finally:
@@ -107,6 +114,38 @@ class Bench:
         self.add(f"maps of {pages:2} pages in a step, slowest of {ranks} ranks", steps)
         self.add(f"recall of {pages:2} pages with a step, and release, {ranks} ranks", leaves)
 
+    def waits(self, requests: int, ahead_pages: int, ranks: int = 2) -> None:
+        """A scheduler admits `requests` requests, four in each step, and gives each back after 16 steps; a keeper holds the reserve. How
+        often did a step that was being made have to wait for credit, and how long for memory?"""
+        with self.group(["host:0"] * ranks, ahead_pages) as (group, children):
+            waited = _CountsWaits(group)
+            pool = Pool(
+                self.place.geometry(), waited, Limits(self.place.pages * self.place.page_bytes), PoolOptions(grow_deadline_s=WAIT_S)
+            )
+            group.begin_steps()
+            keeper = Keeper(pool, KeeperOptions(1, 16, idle_trim_s=30.0))
+            keeper.start()
+            running, made_s, mapped_s, step = deque[tuple[int, Any]](), 0.0, [], 0
+            while requests or running:
+                step += 1
+                start = time.perf_counter()
+                with pool.lock:
+                    while running and running[0][0] + 16 <= step:
+                        pool.give(running.popleft()[1], step - 1)
+                    for _ in range(min(4, requests)):
+                        running.append((step, pool.take(2)))
+                        requests -= 1
+                    ops = group.step_ops()
+                made_s += time.perf_counter() - start
+                mapped_s.append(max(child.ask("timed_step", step, ops) for child in children))
+                pool.advance(step)
+            keeper.stop()
+        asked = f"{waited.urgent} maps that a step needed, credit for {ahead_pages} pages ahead"
+        text = f"waits for credit, {ranks} ranks, {step} steps, {asked}: {waited.waits}"
+        slowest_us = round(statistics.median(mapped_s) * 1e6, 1)
+        print(f"{text}; making the steps took {made_s * 1e3:.1f} ms in all, their maps {slowest_us} us on the slowest rank (median)")
+        self.rows.append({"name": text, "waits": waited.waits, "made_ms": round(made_s * 1e3, 1), "maps_us": slowest_us})
+
     def kills(self, rounds: int) -> None:
         card = OpenCard.open(self.place.settings(), "host:0")
         kills = KillRounds(self.place, self.nursery, card, random.Random(), ranks=4)
@@ -151,6 +190,24 @@ class Bench:
         self.rows.append({"name": "crossed pools", "rounds": rounds, "seconds": round(took_s), "over_budget": over, "results": results})
 
 
+class _CountsWaits:
+    """The group as its pool sees it. `urgent`: maps that a step needed; `waits`: of these had to wait for the ranks."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self.urgent = 0
+        self.waits = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def map(self, runs: Any, *, urgent: bool) -> Future[Outcome]:
+        future = self._group.map(runs, urgent=urgent)
+        self.urgent += urgent
+        self.waits += urgent and not future.done()
+        return future
+
+
 def _timed(call: Any) -> float:
     start = time.perf_counter()
     _done(call())
@@ -184,6 +241,7 @@ def main() -> None:
     parser.add_argument("--card", action="append", help="one rank on this card; may be given several times")
     parser.add_argument("--page-mib", type=float, help="bytes of a page (host: 1/16, CUDA: 16)")
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--requests", type=int, default=0, help="how often a scheduler that admits so many waits for credit")
     parser.add_argument("--kill-rounds", type=int, default=0)
     parser.add_argument("--crossed-rounds", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -196,6 +254,11 @@ def main() -> None:
         with world(page_bytes, pages=64, card_pages=300, rounds=arguments.rounds, host=not arguments.card) as bench:
             for ranks in [count for count in (1, 2, 4, 8) if count <= len(cards)]:
                 bench.latency(cards[:ranks])
+            rows += bench.rows
+    if arguments.requests:
+        with world(page_bytes, pages=256, card_pages=600) as bench:
+            for ahead_pages in (0, 10) * 3:
+                bench.waits(arguments.requests, ahead_pages)
             rows += bench.rows
     if arguments.kill_rounds:
         with world(page_bytes, pages=64, card_pages=100) as bench:

@@ -212,6 +212,14 @@ def test_the_ranks_are_told_before_the_step_and_the_step_finds_it_mapped(pair):
     assert waits == 0
 
 
+def test_credit_that_is_low_comes_back_without_a_wish(pair):
+    group, ranks = pair
+    assert group.map([(0, 1)], urgent=True).result(WAIT_S) == DONE
+    assert group.map([(page, 1) for page in range(1, 6)], urgent=True).result(WAIT_S) == DONE  # three of eight are left
+    eventually(lambda: group._credit.spare(1) == 8)
+    assert all(rank.arena.stats().held_bytes == 14 * PAGE for rank in ranks)
+
+
 def test_what_no_rank_was_told_of_is_still_taken_back_without_a_call(pair):
     group, ranks = pair
     with group._turn():  # the loop's thread waits for its turn
