@@ -3,10 +3,13 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-ENGINES := .venv-engines
-SOURCES := $(shell find native/src native/include native/CMakeLists.txt pyproject.toml -type f 2>/dev/null)
+ENGINES := .venv-engines .venv-sglang
+# What the demo is asked for decides what it needs.
+DEMO_NEEDS := $(if $(filter sglang --engine=sglang,$(ARGS)),sglang-demo,$(if $(filter both --engine=both,$(ARGS)),engines-demo sglang-demo,engines-demo))
+SGLANG_E2E := tests/e2e/test_both_engines.py tests/e2e/test_sglang_crowd.py tests/e2e/test_demo.py::test_an_engine_of_each_kind_answers_on_that_card
+SOURCES := $(shell find native/src native/include native/CMakeLists.txt pyproject.toml scripts/setup_dev.sh -type f 2>/dev/null)
 
-.PHONY: help setup engines sglang check test-core test-engines test-sglang test demo bench clean
+.PHONY: help setup engines engines-demo sglang sglang-demo check test-core test-engines test-sglang test demo bench clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -20,8 +23,14 @@ $(VENV)/.ready: $(SOURCES)
 engines: setup  ## the engine environment: torch (CPU), three versions of vLLM, small models
 	@$(PYTHON) scripts/setup_engines.py
 
+engines-demo: setup  ## what the demo needs of it: the newest vLLM and SmolLM2
+	@$(PYTHON) scripts/setup_engines.py --only-demo
+
 sglang: setup  ## the SGLang environment: torch (CPU), four versions of SGLang, small models
 	@$(PYTHON) scripts/setup_sglang.py
+
+sglang-demo: setup  ## what the demo needs of it: the newest SGLang and SmolLM2
+	@$(PYTHON) scripts/setup_sglang.py --only-demo
 
 check: setup  ## format, lint, types, import contracts
 	$(RUN) -m ruff format --check .
@@ -33,19 +42,19 @@ test-core: setup  ## unit, stateful, fault, contract and process tests, without 
 	$(RUN) -m pytest tests/unit tests/stateful tests/faults tests/contract tests/process
 
 test-engines: engines  ## the tests on real engines
-	$(RUN) -m pytest tests/engines tests/e2e
+	$(RUN) -m pytest tests/engines tests/e2e -n 2 --dist loadgroup
 
-test-sglang: sglang  ## the tests on real SGLang
-	$(RUN) -m pytest tests/engines_sglang
+test-sglang: sglang engines-demo  ## the tests on real SGLang, alone and beside vLLM
+	$(RUN) -m pytest tests/engines_sglang $(SGLANG_E2E) -n 2 --dist loadgroup
 
 test: check test-core test-engines  ## everything
 
-demo: engines  ## two real engines with one small card: answers, a live table, a picture (ARGS=--help shows options)
-	$(ENGINES)/bin/python -m examples.demo $(ARGS)
+demo: $(DEMO_NEEDS)  ## two real engines with one small card: answers, a live table, a picture (ARGS=--help shows options)
+	$(RUN) -m examples.demo $(ARGS)
 
 bench: setup  ## the benchmarks that need no GPU
 	$(RUN) benchmarks/ledger.py
 	$(RUN) benchmarks/pool.py
 
 clean:  ## remove what the targets above made
-	rm -rf build dist $(VENV) $(ENGINES) .venv-sglang .cache demo-output src/kvcached/vmm/libkvcached.so
+	rm -rf build dist $(VENV) $(ENGINES) .cache demo-output src/kvcached/vmm/libkvcached.so

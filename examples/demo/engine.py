@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real `vllm serve` as a child process: started, watched, and ended for certain."""
+"""A real engine's server as a child process: started, watched, and ended for certain."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from typing import IO, TYPE_CHECKING
@@ -105,7 +104,7 @@ def wait_ready(engines: Sequence[Engine], timeout_s: float, progress: Callable[[
 def stop_all(engines: Iterable[Engine], grace_s: float = 10.0) -> list[str]:
     """Ask all to end, and end for certain those that have not within `grace_s`. Returns one line each about those.
 
-    vLLM may wait for ever for its open connections, so the second step is no luxury.
+    An engine may wait for ever for its open connections, so the second step is no luxury.
     """
     alive = [engine for engine in engines if not engine.gone()]
     for engine in alive:
@@ -144,12 +143,3 @@ def first_error(path: Path) -> str:
     text = path.read_text(encoding="utf-8", errors="replace")
     said = (_NOISE.sub("", line).strip() for line in text.splitlines())
     return next((line for line in said if _CAUSE.match(line)), "")
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nobody listens on just now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for item in sockets:
-            item.bind(("127.0.0.1", 0))
-        return [int(item.getsockname()[1]) for item in sockets]

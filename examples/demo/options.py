@@ -7,13 +7,16 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvcached.testing.kinds import SGLANG, VLLM, EngineKind
+
+ENGINES = {"vllm": (VLLM, VLLM), "sglang": (SGLANG, SGLANG), "both": (VLLM, SGLANG)}
 ROOT = Path(__file__).resolve().parents[2]
-ENGINES = ROOT / ".cache" / "engines"
 MODEL = ROOT / ".cache" / "models" / "smollm2"
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
+    kinds: tuple[EngineKind, ...]
     rounds: int
     requests: int
     tokens: int
@@ -26,9 +29,10 @@ class Options:
 
 def parse(arguments: list[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(
-        prog=".venv-engines/bin/python -m examples.demo",
-        description="Two real vLLM servers on one host-memory card that is too small for both: answers, a live table, a picture.",
+        prog=".venv/bin/python -m examples.demo",
+        description="Two real engines on one host-memory card that is too small for both: answers, a live table, a picture.",
     )
+    parser.add_argument("--engine", choices=ENGINES, default="vllm", help="two of them, or one of each (default %(default)s)")
     parser.add_argument("--rounds", type=positive, default=2, metavar="N", help="bursts for each engine (default %(default)s)")
     parser.add_argument("--requests", type=positive, default=12, metavar="N", help="requests in a burst, all at once (default %(default)s)")
     parser.add_argument("--tokens", type=positive, default=96, metavar="N", help="longest answer, in tokens (default %(default)s)")
@@ -36,9 +40,10 @@ def parse(arguments: list[str] | None = None) -> Options:
     parser.add_argument("--no-live", action="store_true", help="print lines instead of a table that is rewritten in place")
     parser.add_argument("--keep", action="store_true", help="leave the engines running at the end, until Ctrl-C, to try kvctl on them")
     parser.add_argument("--output", type=Path, default=ROOT / "demo-output", metavar="DIR", help="picture, answers and logs (demo-output)")
-    parser.add_argument("--start-timeout", type=float, default=420.0, metavar="S", help="longest start (default %(default).0f)")
+    parser.add_argument("--start-timeout", type=float, default=900.0, metavar="S", help="longest start (default %(default).0f)")
     asked = parser.parse_args(arguments)
     return Options(
+        kinds=ENGINES[asked.engine],
         rounds=asked.rounds,
         requests=asked.requests,
         tokens=asked.tokens,
@@ -57,9 +62,8 @@ def positive(text: str) -> int:
     return value
 
 
-def newest_engine(engines: Path = ENGINES) -> Path:
-    """The folder of the newest vLLM release that is unpacked. Raises `SystemExit` with what to do when there is none."""
-    found = [folder for folder in engines.glob("vllm-*") if (folder / "vllm" / "__init__.py").exists()]
-    if not found:
-        raise SystemExit("demo: no vLLM in .cache/engines; run `make demo`, or `make engines` first")
-    return max(found, key=lambda folder: [int(part) for part in folder.name.removeprefix("vllm-").split(".") if part.isdecimal()])
+def newest_release(kind: EngineKind, root: Path = ROOT) -> Path:
+    """The folder of the newest release that is set up. Raises `SystemExit` with what to do when there is none."""
+    if not (found := kind.releases(root)):
+        raise SystemExit(f"demo: no {kind.title} in .cache/engines; run `make demo` with the same ARGS, or `{kind.make_target}` first")
+    return found[-1]

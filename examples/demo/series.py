@@ -57,13 +57,20 @@ class Answer:
 
 @dataclass(slots=True)
 class Story:
-    """Everything that a run has seen so far. `names` are the engines, in the order in which they are shown."""
+    """Everything that a run has seen so far. `names` are the engines, in the order in which they are shown, `kinds` what each is."""
 
     names: tuple[str, ...]
     budget_bytes: int
+    kinds: tuple[str, ...] = ("vLLM", "vLLM")
     samples: list[Sample] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     asked: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def who(self) -> str:
+        """The engines in a sentence."""
+        first, second = self.kinds
+        return f"two {first} engines" if first == second else f"one {first} and one {second} engine"
 
     def latest(self) -> Sample:
         return self.samples[-1] if self.samples else Sample(0.0, {})

@@ -5,32 +5,51 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from serving import ROOT, missing
 
-ROOT = Path(__file__).resolve().parents[2]
-PYTHON = ROOT / ".venv-engines" / "bin" / "python"  # as `make demo` runs it
+from kvcached.testing.kinds import SGLANG, VLLM
+
 SMALL = ("--rounds", "1", "--requests", "8", "--tokens", "64", "--no-live")
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3_600), pytest.mark.xdist_group("demo")]
 
 
-@pytest.mark.engine
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(not PYTHON.exists(), reason="no engine environment; make engines sets it up")
-def test_two_engines_answer_on_a_card_that_is_too_small_for_both(tmp_path: Path) -> None:
-    command = [str(PYTHON), "-m", "examples.demo", *SMALL, "--output", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=540, stdin=subprocess.DEVNULL)
+def run_demo(output: Path, *options: str) -> str:
+    """What it says, as `make demo` runs it."""
+    command = [sys.executable, "-m", "examples.demo", *SMALL, *options, "--output", str(output)]
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=3_500, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
-    checks = [line for line in done.stdout.splitlines() if line.startswith("  ok ")]
-    assert len(checks) == 5
-    assert "FAILED" not in done.stdout
-    answers = (tmp_path / "answers.txt").read_text(encoding="utf-8")
+    return done.stdout
+
+
+def check_demo(output: Path, said: str) -> None:
+    assert len([line for line in said.splitlines() if line.startswith("  ok ")]) == 5
+    assert "FAILED" not in said
+    answers = (output / "answers.txt").read_text(encoding="utf-8")
     assert answers.count("[facts]") == answers.count("[stories]") == 8
     assert "Paris" in answers
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert (output / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert not writers_of(output), "an engine outlived the demo"
+
+
+@pytest.mark.skipif(bool(missing(VLLM)), reason=missing(VLLM))
+def test_two_engines_answer_on_a_card_that_is_too_small_for_both(tmp_path: Path) -> None:
+    check_demo(tmp_path, run_demo(tmp_path))
     svg = (tmp_path / "memory.svg").read_text(encoding="utf-8")
     assert "2 static engines" in svg
-    assert not writers_of(tmp_path), "an engine outlived the demo"
+    assert "Two vLLM engines" in svg
+
+
+@pytest.mark.skipif(bool(missing(VLLM, SGLANG)), reason=missing(VLLM, SGLANG))
+def test_an_engine_of_each_kind_answers_on_that_card(tmp_path: Path) -> None:
+    said = run_demo(tmp_path, "--engine", "both")
+    check_demo(tmp_path, said)
+    assert "vllm.entrypoints.cli.main serve" in said
+    assert "sglang.launch_server" in said
+    assert "One vLLM and one SGLang engine" in (tmp_path / "memory.svg").read_text(encoding="utf-8")
 
 
 def writers_of(folder: Path) -> list[int]:

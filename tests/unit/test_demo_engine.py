@@ -6,18 +6,21 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from examples.demo.ask import Server
-from examples.demo.engine import Engine, EngineFailed, first_error, free_ports, stop_all, tail, wait_ready
-from examples.demo.options import newest_engine, parse
+from examples.demo.engine import Engine, EngineFailed, first_error, stop_all, tail, wait_ready
+from examples.demo.options import ROOT, newest_release, parse
 from examples.demo.plan import Sizes
-from examples.demo.stage import engine_environment, serve_arguments
+from examples.demo.stage import engine_environment, public_command
+
+from kvcached.testing.kinds import KINDS, SGLANG, VLLM, EngineKind, Shape
+from kvcached.testing.servers import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 STUBBORN = """
 import os, signal, time
@@ -106,34 +109,48 @@ def test_ports_are_free_and_differ() -> None:
     assert len(set(ports)) == 3
 
 
-def test_the_engine_gets_the_card_and_no_stray_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVCACHED_LIMIT", "1M")
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "9")
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    environment = engine_environment("facts", tmp_path / "vllm", tmp_path, Sizes(4, 64, 32, 1024))
-    assert "KVCACHED_LIMIT" not in environment
-    assert "VLLM_CPU_KVCACHE_SPACE" not in environment
-    assert "PYTHONDONTWRITEBYTECODE" not in environment
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_the_engine_gets_the_card_and_no_stray_setting(kind: EngineKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for stray in ("KVCACHED_LIMIT", "VLLM_CPU_KVCACHE_SPACE", "SGLANG_PLUGINS", "PYTHONDONTWRITEBYTECODE"):
+        monkeypatch.setenv(stray, "1")
+    environment = engine_environment(kind, "facts", tmp_path / "release", tmp_path, Sizes(4, 64, 32, 1024))
+    assert not {"KVCACHED_LIMIT", "VLLM_CPU_KVCACHE_SPACE", "SGLANG_PLUGINS", "PYTHONDONTWRITEBYTECODE"} & environment.keys()
+    assert environment["PYTHONPATH"] == str(tmp_path / "release")
     assert environment["ENABLE_KVCACHED"] == "true"
     assert environment["KVCACHED_BUDGET"] == environment["KVCACHED_HOST_CAPACITY"] == str(Sizes(4, 64, 32, 1024).budget_bytes)
 
 
-def test_the_command_line_says_nothing_of_kvcached(tmp_path: Path) -> None:
-    assert "kvcached" not in " ".join(serve_arguments("facts", tmp_path.relative_to(tmp_path), 80, 64, 4)).lower()
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_the_command_line_says_nothing_of_kvcached(kind: EngineKind) -> None:
+    arguments = kind.arguments(Path("model"), "facts", 80, Shape(4, 64))
+    assert "kvcached" not in " ".join(arguments).lower()
+    assert {"model", "facts", "80", "4", "64", "32"} <= set(arguments)
+
+
+def test_the_shown_command_is_one_for_a_shell(start: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("examples.demo.stage.newest_release", lambda kind: ROOT / ".cache" / "engines" / f"{kind.package}-1.2.3")
+    engine = start("")
+    engine.command = [str(SGLANG.python(ROOT)), "-m", "engine", "--name", "two words"]
+    shown = "PYTHONPATH=.cache/engines/sglang-1.2.3 SGLANG_USE_CPU_ENGINE=1 SGLANG_CPU_OMP_THREADS_BIND=0 ENABLE_KVCACHED=true "
+    assert public_command(SGLANG, engine) == f"{shown}.venv-sglang/bin/python -m engine --name 'two words'"
 
 
 def test_the_newest_release_is_used(tmp_path: Path) -> None:
-    for name in ("vllm-0.9.2", "vllm-0.32.0", "vllm-0.28.0", "vllm-0.33.0"):
-        (tmp_path / name / "vllm").mkdir(parents=True)
+    releases = tmp_path / ".cache" / "engines"
+    for name in ("vllm-0.9.2", "vllm-0.32.0", "vllm-0.28.0", "vllm-0.33.0", "sglang-0.40.0"):
+        (releases / name / "vllm").mkdir(parents=True)
     for name in ("vllm-0.9.2", "vllm-0.32.0", "vllm-0.28.0"):
-        (tmp_path / name / "vllm" / "__init__.py").touch()
-    assert newest_engine(tmp_path).name == "vllm-0.32.0"
-    with pytest.raises(SystemExit, match="make engines"):
-        newest_engine(tmp_path / "empty")
+        (releases / name / "vllm" / "__init__.py").touch()
+    assert newest_release(VLLM, tmp_path).name == "vllm-0.32.0"
+    with pytest.raises(SystemExit, match="make sglang"):
+        newest_release(SGLANG, tmp_path)
 
 
 def test_options_have_defaults_and_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse([]).live
+    assert parse([]).kinds == (VLLM, VLLM)
+    assert parse(["--engine", "sglang"]).kinds == (SGLANG, SGLANG)
+    assert parse(["--engine", "both"]).kinds == (VLLM, SGLANG)
     assert parse(["--rounds", "7", "--no-live", "--keep"]).rounds == 7
     with pytest.raises(SystemExit):
         parse(["--rounds", "0"])

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from examples.demo.ask import Server, ask, healthy
-from examples.demo.engine import free_ports
 from examples.demo.load import Load, LoadPlan, Questioner
 from examples.demo.series import Answer, Story
+
+from kvcached.testing.servers import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
