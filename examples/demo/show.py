@@ -57,7 +57,7 @@ class PlainScreen:
 
     def checks(self, checks: Sequence[Check]) -> None:
         for check in checks:
-            self.say(f"  {'ok    ' if check.passed else 'FAILED'}  {check.title}: {check.detail}")
+            self.say(f"  {check.mark:8}  {check.title}: {check.detail}")
 
     def _due(self, every_s: float) -> bool:
         now_s = time.monotonic()
@@ -94,7 +94,7 @@ class LiveScreen(PlainScreen):
 
     def checks(self, checks: Sequence[Check]) -> None:
         for check in checks:
-            mark = ("ok    ", "bold green") if check.passed else ("FAILED", "bold red")
+            mark = (f"{check.mark:8}", "bold green" if check.passed else "bold red" if check.required else "yellow")
             self._console.print(Text.assemble("  ", mark, f"  {check.title}: ", (check.detail, "dim")))
 
 

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 NAMES = ("facts", "stories")
 BLOCK_TOKENS = 32
-CACHED_TOKENS = {"vllm": 32, "sglang": 0}
-"""Prefixes that are kept. SGLang's tree owns its blocks, and while a pool owns blocks its reserve does not go back by itself."""
+CACHED_TOKENS = 32
 
 
 def engine_environment(kind: EngineKind, name: str, release: Path, run_dir: Path, sizes: Sizes) -> dict[str, str]:
@@ -40,7 +39,7 @@ def engine_environment(kind: EngineKind, name: str, release: Path, run_dir: Path
         "KVCACHED_BUDGET": str(sizes.budget_bytes),
         "KVCACHED_MARGIN": "0",
         "KVCACHED_IPC_NAME": name,
-        "KVCACHED_MAX_CACHED_TOKENS": str(CACHED_TOKENS[kind.package]),
+        "KVCACHED_MAX_CACHED_TOKENS": str(CACHED_TOKENS),
         "KVCACHED_MIN_RESERVED_PAGES": "1",
         "KVCACHED_MAX_RESERVED_PAGES": "2",
         "KVCACHED_IDLE_TRIM_S": "2",

@@ -19,9 +19,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/engines" in str(item.path):
             item.add_marker(pytest.mark.engine)
-            item.add_marker(pytest.mark.timeout(600))
+            item.add_marker(pytest.mark.timeout(3_600))  # a release's first test runs all of its cases
+            item.add_marker(pytest.mark.xdist_group(group_of(item)))
             if not PYTHON.exists():
                 item.add_marker(pytest.mark.skip(reason="no engine environment; make engines sets it up"))
+
+
+def group_of(item: pytest.Item) -> str:
+    """Tests of one group run in one process: those that look at the same engines' results."""
+    file = item.path.stem
+    if file in ("test_vllm_ranks", "test_vllm_ray", "test_vllm_serve"):
+        return file
+    callspec = getattr(item, "callspec", None)
+    return str(callspec.params.get("version", file)) if callspec else file
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("version", versions())
 def test_random_use_keeps_both_views_of_every_block_together(version: str, seed: int, tmp_path: Path) -> None:
     command = [str(PYTHON), "-m", "harness.pool_model", str(seed), "2500"]
-    done = subprocess.run(command, env=environment(version), cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment(version), cwd=tmp_path, capture_output=True, text=True, timeout=1_200)
     assert done.returncode == 0, done.stderr[-4000:]
     counts = json.loads(done.stdout.splitlines()[-1])
     assert all(counts[name] > 20 for name in ("take", "finish", "hit", "finish_twice", "evict", "limit", "shrink", "reset", "missed"))

@@ -38,14 +38,14 @@ def test_a_request_larger_than_the_pool_ends_with_a_clear_error_and_the_others_a
 
 @each_release
 def test_a_prompt_larger_than_the_pool_is_turned_away_with_both_numbers(engine: Batch) -> None:
-    blocks = 8 * 1024 * 1024 // (128 * 1024) - 1
+    blocks = 4 * 1024 * 1024 // (128 * 1024) - 1
     assert f"the prompt has 3000 tokens and the KV cache of this engine can hold {blocks * 32}" in engine["hopeless"]["refused"]
 
 
 @each_release
 def test_a_request_that_outgrows_the_pool_ends_with_an_error_where_it_does(engine: Batch) -> None:
     result = engine["hopeless"]
-    blocks = 8 * 1024 * 1024 // (128 * 1024) - 1  # of 32 tokens; without the null block
+    blocks = 4 * 1024 * 1024 // (128 * 1024) - 1  # of 32 tokens; without the null block
     assert result["outgrown"] == "error"
     assert blocks * 32 - 100 < result["outgrown_tokens"] <= blocks * 32
     assert result["look"]["owned_blocks"] == 1

@@ -32,7 +32,7 @@ def test_workers_on_two_ray_nodes_say_the_same_and_hold_the_same(version: str, t
     settings = {"ENABLE_KVCACHED": "true", "KVCACHED_RUN_DIR": str(tmp_path / "run"), "KVCACHED_HOST_GRANULARITY": "256KiB"}
     settings |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "RAY_USAGE_STATS_ENABLED": "0"}
     command = [str(PYTHON), "-m", "harness.ray_cluster", str(MODELS / "llama")]
-    done = subprocess.run(command, env=environment(version, **settings), cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, env=environment(version, **settings), cwd=tmp_path, capture_output=True, text=True, timeout=1_200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     seen = json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
     assert seen["executor"].startswith("Ray")

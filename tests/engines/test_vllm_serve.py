@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from harness.cases import load_prompts
 from harness.engines import MODELS, PYTHON, environment
-from harness.matrix import NEWEST, stock_cases
+from harness.matrix import NEWEST, STOCK
 from harness.server import Server
 
 from kvcached.card.card import Card
@@ -60,7 +60,7 @@ def owned_blocks(status: PoolStatus) -> int:
 
 
 def test_answers_are_those_of_the_unhooked_engine_and_memory_comes_and_goes(server: Server, batches: Callable[..., Any]) -> None:
-    expected = batches(NEWEST[0], stock_cases(NEWEST[0]), False)["cached"]["tokens"]
+    expected = batches(NEWEST[0], STOCK, False)["cached"]["tokens"]
     prompts = [(index, prompt) for index, prompt in enumerate(load_prompts()) if len(prompt) < 1_900][:24]
     for index, prompt in prompts:
         status, answer = server.complete(prompt)
@@ -146,7 +146,7 @@ def test_an_engine_that_its_program_drops_leaves_nothing_behind(version: str, tm
     variables = {"ENABLE_KVCACHED": "true", "KVCACHED_RUN_DIR": str(tmp_path / "run"), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     program = FORGOTTEN.format(model=str(MODELS / "llama"))
     done = subprocess.run(
-        [str(PYTHON), "-c", program], env=environment(version, **variables), cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [str(PYTHON), "-c", program], env=environment(version, **variables), cwd=tmp_path, capture_output=True, text=True, timeout=1_200
     )
     word, before, after = done.stdout.splitlines()[-1].split() if done.stdout else ("", "0", done.stderr[-3000:])
     assert (word, after) == ("leases", "0"), done.stderr[-3000:]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def verify(version: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [str(PYTHON.with_name("kvcached")), "verify", *arguments]
-    return subprocess.run(command, env=environment(version), capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, env=environment(version), capture_output=True, text=True, timeout=1_200, check=False)
 
 
 @pytest.mark.parametrize("version", versions())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from sglang_harness.cases import PYTHON
-from sglang_harness.matrix import batches
+from sglang_harness.matrix import NEWEST, batches
 
 if TYPE_CHECKING:
     from sglang_harness.cases import Batch
@@ -17,9 +17,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/engines_sglang" in str(item.path):
             item.add_marker(pytest.mark.engine)
-            item.add_marker(pytest.mark.timeout(900))
+            item.add_marker(pytest.mark.timeout(3_600))  # a release's first test runs all of its cases
+            item.add_marker(pytest.mark.xdist_group(group_of(item)))
             if not PYTHON.exists():
                 item.add_marker(pytest.mark.skip(reason="no SGLang environment; make sglang sets it up"))
+
+
+def group_of(item: pytest.Item) -> str:
+    """Tests of one group run in one process: those that look at the same engines' results. Without a version it is the newest one's."""
+    if item.path.stem not in ("test_sglang_tokens", "test_sglang_limits"):
+        return item.path.stem
+    callspec = getattr(item, "callspec", None)
+    return str(callspec.params.get("version", NEWEST)) if callspec else NEWEST
 
 
 @pytest.fixture(scope="session")

@@ -107,7 +107,7 @@ def test_sigterm_ends_it_and_its_lease(server: Server) -> None:
 def test_a_start_that_cannot_be_elastic_ends_by_name(tmp_path: Path) -> None:
     server = Server(NEWEST, tmp_path, "--enable-hierarchical-cache")
     try:
-        server.process.wait(200)
+        server.process.wait(900)
     except subprocess.TimeoutExpired:
         server.kill()
     assert server.process.returncode != 0

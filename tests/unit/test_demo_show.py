@@ -37,7 +37,7 @@ def test_without_a_terminal_there_are_plain_lines() -> None:
     lines = out.getvalue().splitlines()
     assert lines[0] == "== one"
     assert [line for line in lines if "card 9 MiB of 20 MiB" in line] == [lines[1]], "the second update came too early to be shown"
-    assert "FAILED  b: bad [x]" in lines[-1]
+    assert "FAILED    b: bad [x]" in lines[-1]
 
 
 def test_on_a_terminal_there_is_a_table() -> None:

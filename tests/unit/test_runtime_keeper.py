@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keeper, ticked by hand on a clock of our own: reserve, surplus, idle, limits."""
 
+import threading
+
 import pytest
 
 from kvcached.core.geometry import BlockGeometry
 from kvcached.core.limits import Limits
+from kvcached.engines.sglang.tree_pool import TreePool
 from kvcached.errors import PeerTimeout, SettingError, StateUnknown
 from kvcached.ranks.api import Outcome, Verdict, finished
 from kvcached.runtime import keeper as keeper_module
@@ -109,6 +112,17 @@ def test_a_block_that_stands_for_ever_is_no_work():
     world.pool.take(1)
     world.ticks(60)
     assert world.port.mapped > 1
+
+
+def test_blocks_that_an_engines_tree_keeps_for_later_are_no_work():
+    world = World(min_reserved_pages=2, max_reserved_pages=4, idle_trim_s=1.0)
+    tree = TreePool.adopt(world.pool, threading.RLock())
+    tree.take(4)
+    world.ticks(60)
+    assert world.port.mapped > 1
+    tree.kept_blocks = lambda: 4
+    world.ticks(60)
+    assert world.port.mapped == 1
 
 
 def test_a_pool_at_rest_keeps_no_reserve_until_blocks_are_taken():

@@ -121,7 +121,7 @@ class Keeper:
 
     def _observe(self, now: float, counts: PoolCounts) -> None:
         consumed = counts.used_pages - self._last_used_pages
-        if consumed > 0 or counts.owned_blocks > self._pool.standing_blocks:
+        if consumed > 0 or self._pool.working_blocks(counts) > 0:
             self._last_busy_s = now
         self._reserve.observe(max(0, consumed), max(1e-6, now - self._last_tick_s))
         self._last_used_pages, self._last_tick_s = counts.used_pages, now

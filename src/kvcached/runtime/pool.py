@@ -163,6 +163,10 @@ class Pool:
             self.standing_blocks += 1
             self._ledger.pin(self.geometry.page_of(block))
 
+    def working_blocks(self, counts: PoolCounts) -> int:
+        """Owned blocks that are a sign of work."""
+        return counts.owned_blocks - self.standing_blocks
+
     def give(self, ranges: Iterable[tuple[int, int]], marker: int = NOTHING_IN_FLIGHT) -> None:
         """Owned blocks become free. `marker`: the engine's last scheduled step, which may still read them."""
         with self.lock:

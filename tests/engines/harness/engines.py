@@ -21,7 +21,7 @@ PYTHON = ROOT / ".venv-engines" / "bin" / "python"
 RELEASES = ROOT / ".cache" / "engines"
 RAY = ROOT / ".cache" / "ray"  # only where someone has put it there
 MODELS = ROOT / ".cache" / "models"
-TIMEOUT_S = 420
+TIMEOUT_S = 1_800
 
 
 def versions() -> list[str]:
@@ -33,10 +33,11 @@ def versions() -> list[str]:
 def environment(version: str, **extra: str) -> dict[str, str]:
     """Variables for a process that runs this release on one thread, without settings of ours from outside."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVCACHED_", "ENABLE_KVCACHED", "VLLM_"))}
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     return {
         **kept,
         "PYTHONPATH": f"{RELEASES / f'vllm-{version}'}:{ROOT / 'src'}:{ROOT / 'tests' / 'engines'}:{RAY}",
-        "VLLM_CACHE_ROOT": str(RELEASES / f".cache-{version}"),  # releases that share one look at every model class again at each change
+        "VLLM_CACHE_ROOT": str(RELEASES / f".cache-{version}{worker}"),  # who shares one looks at every model class again and again
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",

@@ -11,11 +11,15 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
+    from kvcached.core.report import PoolCounts
+
 
 class TreePool(Pool):
-    """Made by `adopt`. `reclaim` evicts about so many blocks from the tree, with the lock held, and returns how many it gave."""
+    """Made by `adopt`. `reclaim` evicts about so many blocks from the tree, with the lock held, and returns how many it gave.
+    `kept_blocks` says how many the tree keeps for nobody but later requests."""
 
     reclaim: Callable[[int], int]
+    kept_blocks: Callable[[], int]
 
     @classmethod
     def adopt(cls, pool: Pool, lock: threading.RLock) -> TreePool:
@@ -27,8 +31,13 @@ class TreePool(Pool):
         pool.__class__ = cls
         tree_pool: TreePool = pool  # type: ignore[assignment]  # its class was changed in the line above
         tree_pool.reclaim = lambda blocks: 0
+        tree_pool.kept_blocks = lambda: 0
         tree_pool.lock = tree_pool._work._lock = lock
         return tree_pool
+
+    def working_blocks(self, counts: PoolCounts) -> int:
+        with self.lock:
+            return super().working_blocks(counts) - self.kept_blocks()
 
     def free_pages(self, pages: int) -> None:
         """Evict from the tree until about `pages` more pages are empty, or it has nothing more to give."""
