@@ -225,6 +225,7 @@ def test_what_no_rank_was_told_of_is_still_taken_back_without_a_call(pair):
     with group._turn():  # the loop's thread waits for its turn
         mapped = group.map([(0, 1)], urgent=True)
     assert mapped.result(WAIT_S) == DONE
+    eventually(lambda: all(rank.mapped_pages() == {0} for rank in ranks))  # told by the loop; a step that is made first would be to tell
     eventually(lambda: group.step_ops() == ())
     with group._turn():
         assert group.map([(1, 1)], urgent=True)

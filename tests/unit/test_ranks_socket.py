@@ -365,9 +365,9 @@ def test_a_running_driver_call_is_not_torn_down_but_reported(tmp_path, serve, ki
     server, lost = serve(memory)
     group = connect(tmp_path)
     group.begin_steps()
-    group.map([(1, 1)], urgent=True)
+    mapped = group.map([(1, 1)], urgent=True)
     if kind is UnmapKeep:
-        eventually(lambda: memory.actions)
+        assert mapped.result(WAIT_S) == DONE
         server.apply_step_ops(group.step_ops())
         group._last_step_s = math.inf
         group.unmap([(1, 1)], 0)
