@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from harness.cases import load_prompts
@@ -35,11 +35,6 @@ def killed(version: str, batches: Callable[..., Batch]) -> Batch:
     return batches(version, RANKS_KILLED, True)
 
 
-def alike(first_bytes: int, second_bytes: int, result: dict[str, Any]) -> bool:
-    """Within two pages: each rank shows what it has mapped a few times a second, at moments of its own."""
-    return abs(first_bytes - second_bytes) <= 2 * result["counts"]["step_bytes"]
-
-
 @each_way
 def test_tokens_are_those_of_the_unhooked_engine(name: str, stock: Batch, elastic: Batch) -> None:
     assert len(stock[name]["tokens"]) == 64
@@ -58,8 +53,7 @@ def test_preemption_under_a_tight_limit_changes_no_token(name: str, stock: Batch
 def test_memory_rises_and_falls_on_both_ranks_alike(elastic: Batch) -> None:
     result = elastic["tensor"]
     assert result["settled"]
-    assert min(result["peak"]) > 8 * MIB
-    assert alike(*result["peak"], result)
+    assert result["peak"][0] == result["peak"][1] > 8 * MIB
     assert result["after"][0] == result["after"][1] <= result["peak"][0]
     assert result["emptied"]
     assert [rank["lease"] for rank in result["empty"].values()] == [result["empty_counts"]["step_bytes"]] * 2  # the null block's page
@@ -68,9 +62,8 @@ def test_memory_rises_and_falls_on_both_ranks_alike(elastic: Batch) -> None:
 def test_a_stage_holds_memory_as_it_has_layers(elastic: Batch) -> None:
     """Three layers on the first stage, one on the second: the same pages, of three times and once the bytes."""
     result = elastic["pipeline"]
-    assert result["after"][0] == 3 * result["after"][1] > 0
-    for stage in ("peak", "tight_peak"):
-        assert alike(result[stage][0], 3 * result[stage][1], result), stage
+    for stage in ("peak", "after", "tight_peak"):
+        assert result[stage][0] == 3 * result[stage][1] > 0, stage
     assert result["emptied"]
     assert [rank["lease"] for rank in result["empty"].values()] == [
         result["empty_counts"]["step_bytes"],
@@ -81,9 +74,8 @@ def test_a_stage_holds_memory_as_it_has_layers(elastic: Batch) -> None:
 def test_the_card_with_less_memory_sets_what_every_rank_holds(stock: Batch, elastic: Batch) -> None:
     result = elastic["tensor"]
     assert result["uneven_tokens"] == stock["tensor"]["tokens"]
-    assert max(result["uneven_peak"]) <= 8 * MIB  # what the neighbour leaves of 32 MiB
-    assert alike(*result["uneven_peak"], result)
-    assert max(result["uneven_peak"]) < min(result["peak"])
+    assert result["uneven_peak"][0] == result["uneven_peak"][1] <= 8 * MIB  # what the neighbour leaves of 32 MiB
+    assert result["uneven_peak"][0] < result["peak"][0]
 
 
 def test_the_scheduler_has_no_device_and_each_worker_has_its_own(elastic: Batch, killed: Batch) -> None:

@@ -248,7 +248,7 @@ def test_pools_of_two_users_of_one_group_share_a_card(world, tmp_path):
         folder.mkdir()
         os.chown(folder, 0, GROUP)
         folder.chmod(0o2770)
-    for parent in [tmp_path, *tmp_path.parents[:2]]:
+    for parent in [tmp_path, *tmp_path.parents[:3]]:
         parent.chmod(parent.stat().st_mode | 0o011)
     first, second = (world.start(name, uid=uid, run_group=GROUP) for name, uid in (("first", 4001), ("second", 4002)))
     time.sleep(SETTLED_S)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvcached.ranks.api import Outcome, Verdict
 from kvcached.ranks.courses import COURSES, OPENING_PHASES, Transaction
-from kvcached.ranks.operations import Op, OpKind, Outbox
+from kvcached.ranks.operations import Op, OpKind, Outbox, pages_of
 from kvcached.ranks.transactions import (
     HISTORY,
     MAX_RUNS,
@@ -349,7 +349,7 @@ class Coordinator:
         if not all(named):
             return ()
         if transaction.ending is Commit and isinstance(opening, Prepare):
-            return tuple(page for first, count in opening.runs for page in range(first, first + count))
+            return pages_of(opening.runs)
         return tuple(sorted({page for pages in named for page in pages}))
 
     def _grantable_pages(self, rank: int, outcome: Outcome) -> int:

@@ -28,6 +28,7 @@ from kvcached.ranks.limits import SharedLimits
 from kvcached.ranks.link import Link, connect_all
 from kvcached.ranks.loop import Loop
 from kvcached.ranks.messages import Goodbye, Hello, Message, StatusRequest
+from kvcached.ranks.operations import pages_of
 from kvcached.ranks.scale import Scale
 from kvcached.ranks.transactions import Answer, classes_of
 
@@ -239,7 +240,7 @@ class RankGroup:
             reason = self._coordinator.stranded(number)
             if reason:
                 _log.error("quarantined: %s", reason)
-                self._finish(future, Outcome(Verdict.UNKNOWN, pages=_pages_of(runs), reason=reason))
+                self._finish(future, Outcome(Verdict.UNKNOWN, pages=pages_of(runs), reason=reason))
             else:
                 self._credit.release(classes_of(runs), lambda outcome, future=future: self._finish(future, _unmapped(outcome)))  # type: ignore[misc]
 
@@ -377,10 +378,6 @@ class RankGroup:
             self._then.popitem()[1](outcome)
         for link in self._links:
             self._inquiries.lost(link.rank)
-
-
-def _pages_of(runs: Runs) -> tuple[int, ...]:
-    return tuple(page for first, count in runs for page in range(first, first + count))
 
 
 def _unmapped(release: Outcome) -> Outcome:

@@ -38,13 +38,12 @@ class Link:
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._socket = self._connect(deadline_s)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._socket.close)
             self.pid = trusted_peer_of(self._socket)
             self._reader = FrameReader(self._socket)
             self.hello = self._greet(hello_of_rank(hello, rank), deadline_s)
-        except BaseException:
-            self._socket.close()
-            raise
+            undo.pop_all()
         self.name = f"{path}, pid {self.pid}"
         close_in_forked_child(self._socket)
 

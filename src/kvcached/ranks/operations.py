@@ -24,6 +24,11 @@ MAX_TAIL_RUNS: Final = 1 << 15
 """Runs in the tail, so that a message that carries it has a bounded length."""
 
 
+def pages_of(runs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """The pages of the runs."""
+    return tuple(page for first, count in runs for page in range(first, first + count))
+
+
 class OpKind(IntEnum):
     MAP = 0  # from handles that the rank holds: cannot fail for lack of memory
     UNMAP = 1  # the handles are kept: they are credit again
@@ -60,7 +65,7 @@ class Outbox:
     def is_leaving(self, runs: Iterable[tuple[int, int]]) -> bool:
         """Whether a page of the runs is still being unmapped somewhere: then it must not be mapped."""
         leaving = self._leaving
-        return bool(leaving) and any(page in leaving for first, count in runs for page in range(first, first + count))
+        return bool(leaving) and not leaving.isdisjoint(pages_of(runs))
 
     def map(self, runs: Iterable[tuple[int, int]]) -> int:
         """Queue a map. Returns the number of the operation."""
@@ -69,7 +74,7 @@ class Outbox:
     def unmap(self, runs: Iterable[tuple[int, int]], after_step: int) -> int:
         """Queue an unmap. Returns the number of the operation."""
         op_runs = tuple(runs)
-        self._leaving.update(page for first, count in op_runs for page in range(first, first + count))
+        self._leaving.update(pages_of(op_runs))
         return self._append(OpKind.UNMAP, op_runs, after_step)
 
     def _append(self, kind: OpKind, runs: tuple[tuple[int, int], ...], after_step: int) -> int:
@@ -120,7 +125,7 @@ class Outbox:
     def _close(self) -> Op:
         op = self._open.popleft()
         if op.kind is OpKind.UNMAP:
-            self._leaving.difference_update(page for first, count in op.runs for page in range(first, first + count))
+            self._leaving.difference_update(pages_of(op.runs))
         return op
 
 

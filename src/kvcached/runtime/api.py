@@ -9,6 +9,7 @@ with kvcached.open_card("host:0") as card, card.open_pool("demo", block_bytes=64
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from typing import TYPE_CHECKING, Final
@@ -87,12 +88,11 @@ class ElasticCard:
             floor_bytes=floor_bytes(settings, card.budget_bytes, geometry.release_step_bytes),
             fence=fence,
         )
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(mapper.close)
             owner = Owner(settings, mapper, mapper.facts, instance=instance, name=name)
             owner.start()
-        except BaseException:
-            mapper.close()
-            raise
+            undo.pop_all()
         pool = ElasticPool(owner, mapper.base_address, card)
         self._pools.append(pool)
         return pool

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -68,11 +69,11 @@ class OpenCard:
             host_granularity_bytes=settings.host_granularity_bytes if host else 0,
             host_dir=settings.host_dir if host else None,
         )
-        try:
-            return cls._enter(settings, device)
-        except BaseException:
-            device.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(device.close)
+            card = cls._enter(settings, device)
+            undo.pop_all()
+        return card
 
     @classmethod
     def _enter(cls, settings: Settings, device: Device) -> OpenCard:
@@ -186,23 +187,16 @@ class OpenCard:
         make: Callable[[Arena, Entry, MapperFacts], T],
         map_now: Callable[[T, PageRuns], Outcome],
     ) -> T:
-        entry = self.record.register(spec)
-        try:
+        with contextlib.ExitStack() as undo:
+            entry = self.record.register(spec)
+            undo.callback(entry.close)
             arena = self._reserve(geometry)
-        except BaseException:
-            entry.close()
-            raise
-        try:
+            undo.callback(arena.close)
             memory = make(arena, entry, MapperFacts(geometry, initial_pages, self.device.info.uuid, self.budget_bytes))
-        except BaseException:
-            arena.close()
-            entry.close()
-            raise
-        try:
+            undo.pop_all()  # they are the memory's from here on
+            undo.callback(memory.close)
             self._map_first(lambda runs: map_now(memory, runs), spec.instance, initial_pages, geometry.release_step_bytes)
-        except BaseException:
-            memory.close()
-            raise
+            undo.pop_all()
         return memory
 
     def _reserve(self, geometry: BlockGeometry) -> Arena:

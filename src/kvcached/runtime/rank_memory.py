@@ -25,6 +25,7 @@ from kvcached.ranks.actions import (
     UnmapRelease,
 )
 from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report, Verdict
+from kvcached.ranks.operations import pages_of
 from kvcached.ranks.transactions import Classes, PageRuns, classes_of
 from kvcached.runtime.held import DONE, HeldMemory, Lease, guarded
 from kvcached.vmm.api import Run
@@ -207,7 +208,7 @@ class RankMemory:
         try:
             self._arena.unmap(_runs(runs), keep=True)
         except DeviceError as error:  # all is mapped as before, and on the other ranks it is not
-            raise StateUnknown(f"a promised unmap failed: {error}", _pages_of(runs)) from error
+            raise StateUnknown(f"a promised unmap failed: {error}", pages_of(runs)) from error
         self._add_credit(classes_of(runs))
         return DONE
 
@@ -247,8 +248,4 @@ def _undone(outcome: Outcome, runs: PageRuns) -> Outcome:
     """An undo that failed leaves these pages other than on the ranks where it did not."""
     if outcome.verdict is Verdict.DONE:
         return outcome
-    return Outcome(Verdict.UNKNOWN, pages=outcome.pages or _pages_of(runs), reason=outcome.reason)
-
-
-def _pages_of(runs: PageRuns) -> tuple[int, ...]:
-    return tuple(page for first, count in runs for page in range(first, first + count))
+    return Outcome(Verdict.UNKNOWN, pages=outcome.pages or pages_of(runs), reason=outcome.reason)

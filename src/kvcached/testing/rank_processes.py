@@ -30,6 +30,7 @@ from kvcached.ranks.api import Outcome, Verdict
 from kvcached.ranks.frames import hello_of_rank
 from kvcached.ranks.group import RankGroup
 from kvcached.ranks.messages import Hello
+from kvcached.ranks.operations import pages_of
 from kvcached.ranks.server import RankServer
 from kvcached.runtime.cards import OpenCard, rank_socket
 from kvcached.runtime.step_gate import StepGate
@@ -97,22 +98,18 @@ class _Recorder:
     def _note(self, action: Action) -> None:
         match action:
             case MapHeld(runs) | MapFresh(runs, _, _):
-                self._mapped |= _pages(runs)
+                self._mapped.update(pages_of(runs))
             case UnmapKeep(runs) | UnmapRelease(runs, _):
-                self._mapped -= _pages(runs)
+                self._mapped.difference_update(pages_of(runs))
             case PrepareRuns(tx, runs):
-                self._prepared[tx] = _pages(runs)
-                self._mapped -= _pages(runs)
+                self._prepared[tx] = set(pages_of(runs))
+                self._mapped.difference_update(pages_of(runs))
             case AbortRuns(tx):
                 self._mapped |= self._prepared.pop(tx, set())
 
     def mapped(self) -> list[int]:
         with self._lock:
             return sorted(self._mapped)
-
-
-def _pages(runs: tuple[tuple[int, int], ...]) -> set[int]:
-    return {page for first, count in runs for page in range(first, first + count)}
 
 
 class RankChild:

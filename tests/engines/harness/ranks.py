@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from harness.scenarios import Engine
 
 WAIT_S = 20.0
+SHOWN_S = 1.0  # a rank shows what it has mapped a few times a second, at moments of its own
 PROC = Path("/proc")
 STOCK_WORKER = "harness.ranks_worker.ProfiledWorker"
 NEIGHBOUR = """
@@ -76,6 +77,7 @@ class PeakByRank:
         return self
 
     def __exit__(self, *_: object) -> None:
+        time.sleep(SHOWN_S)
         self._stop.set()
         self._thread.join()
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +19,7 @@ from kvcached.engines.sglang.seams import seams_of
 from kvcached.engines.sglang.support import require_features, require_pool, require_release
 from kvcached.engines.sglang.watch import SchedulerWatch
 from kvcached.engines.sglang.zeros import ZerosFromArena
-from kvcached.errors import EngineNotSupported, KVCachedError, PeerLost
+from kvcached.errors import EngineNotSupported, PeerLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcached.sglang")
 _SCHEDULER_MODULE: Final = "sglang.srt.managers.scheduler"
+_LOST_S: Final = 2.0  # until the rank whose end broke an exchange is known
 # Attention backends whose kernels take the distance of slots from the tensors; shown by tests. Others get dense tensors.
-_LOST_S: Final = 2.0
 _TAKES_STRIDES: Final = frozenset({"torch_native", "triton"})
 
 
@@ -148,16 +149,18 @@ class Adapter:
         configure_logging(settings)
         require_features(server_args)
         self._server_args = server_args
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._close)
             original(scheduler, server_args, *args, **kwargs)
             self._watch = SchedulerWatch(scheduler, self.memory, settings.max_cached_tokens)
             self.memory.serve()
             self._watch.settle_bounds()
-        except BaseException:
-            if self._memory is not None:
-                self._memory.close()
-            raise
+            undo.pop_all()
         _log.info("elastic: on, %s", "; ".join(part.describe() for part in self.memory.parts))
+
+    def _close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
 
     @property
     def watch(self) -> SchedulerWatch:
@@ -170,9 +173,7 @@ class Adapter:
         crew = self.memory.crew
         try:
             result = original(scheduler)
-        except KVCachedError:
-            raise
-        except Exception as error:
+        except RuntimeError as error:  # what torch raises for a group that has lost a rank
             lost = "" if crew is None else crew.word(_LOST_S)
             if lost:
                 raise PeerLost(lost) from error

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -61,17 +62,13 @@ def _found(seam: Seam, holder: Any, name: str) -> Any:
 def install_seams(seams: Iterable[Seam], adapter: object) -> None:
     """Put `adapter`'s methods around their targets. Raises `EngineNotSupported`; then nothing has changed."""
     targets = [resolve(seam) for seam in seams if seam.kind is not Kind.ATTRIBUTE]
-    done: list[Target] = []
-    try:
-        for target in targets:
-            if target.seam.hook:
-                setattr(target.holder, target.name, _around(target, getattr(adapter, target.seam.hook)))
-                done.append(target)
-        _require_installed(done)
-    except BaseException:
-        for target in reversed(done):
-            setattr(target.holder, target.name, target.found)
-        raise
+    hooked = [target for target in targets if target.seam.hook]
+    with contextlib.ExitStack() as undo:
+        for target in hooked:
+            undo.callback(setattr, target.holder, target.name, target.found)
+            setattr(target.holder, target.name, _around(target, getattr(adapter, target.seam.hook)))
+        _require_installed(hooked)
+        undo.pop_all()
 
 
 def _require_installed(targets: Iterable[Target]) -> None:

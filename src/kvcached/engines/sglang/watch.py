@@ -64,8 +64,8 @@ class SchedulerWatch:
             accord = self._agreement.accord
             (most,) = accord.least(Topic.SETTINGS, [self._max_cached_tokens if self._max_cached_tokens >= 0 else _NO_BOUND])
             self._max_cached_tokens = -1 if most == _NO_BOUND else most
-            with self.lock, self.agreed():
-                pass
+            with self.lock:
+                self.agree_early()
 
     def agree_early(self) -> None:
         """Requests have come, and bounds may have moved since the last step."""

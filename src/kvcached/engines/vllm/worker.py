@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from kvcached.config import configure_logging, load_settings
@@ -59,13 +60,12 @@ class ElasticWorker(_Worker):
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         require_specs(kv_cache_config)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._memory.close)
             with self._place(kv_cache_config) as zeros:
                 super().initialize_from_config(kv_cache_config)
             zeros.require_answered()
-        except BaseException:
-            self._memory.close()
-            raise
+            undo.pop_all()
 
     def _place(self, kv_cache_config: Any) -> ZerosFromArena:
         wanted = self.kvcached_settings.contiguous_layout

@@ -20,6 +20,7 @@ from kvcached.ranks.actions import (
     UnmapRelease,
 )
 from kvcached.ranks.api import Outcome, Verdict
+from kvcached.ranks.operations import pages_of
 from kvcached.ranks.transactions import classes_of
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ class Driver:
 
     def unmap_keep(self, action: UnmapKeep, fault: Fault | None) -> Outcome:
         if fault is Fault.FAIL:  # all of it is still mapped, and not on the other ranks
-            pages = tuple(page for first, count in action.runs for page in range(first, first + count))
+            pages = pages_of(action.runs)
             self.quarantined.update(pages)
             return Outcome(Verdict.UNKNOWN, pages=pages, reason="an unmap failed")
         if fault is Fault.UNDO_FAILS:

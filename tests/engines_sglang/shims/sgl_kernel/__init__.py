@@ -33,7 +33,7 @@ class Missing:
         return Missing(f"{self.__name__}.{name}")
 
     def __call__(self, *args: object, **kwargs: object) -> None:
-        raise NotImplementedError(f"sgl_kernel.{self.__name__}: there are no kernels on this machine")
+        raise RuntimeError(f"sgl_kernel.{self.__name__} was called: without a GPU there are no kernels")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Missing) and other.__name__ == self.__name__
