@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the keys for limit and trim ask of a pool, and its answer in words. Every call may wait: never for the drawing loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvcached.card.record import NO_LIMIT_BYTES
+from kvcached.cli.machine import find
+from kvcached.cli.output import short_size
+from kvcached.cli.top.rows import State
+from kvcached.config import Amount
+from kvcached.errors import KVCachedError, PeerLost, PeerTimeout
+from kvcached.units import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvcached.runtime.control import BytesAnswer, ChangeAnswer, ControlClient
+
+LIMIT: Final = "limit"
+TRIM: Final = "trim"
+ALL: Final = Amount(NO_LIMIT_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """`kind` is `limit` or `trim`; `amount` is `ALL` for no limit, or for all that is parked."""
+
+    kind: str
+    instance: str
+    amount: Amount
+
+    @property
+    def question(self) -> str:
+        if self.kind == LIMIT:
+            return (
+                f"Lift the limit of {self.instance}?"
+                if self.amount == ALL
+                else f"Limit {self.instance} to {self.amount}{_of(self.amount)}?"
+            )
+        what = "all that is parked" if self.amount == ALL else f"up to {self.amount}{_of(self.amount)} of what is parked"
+        return f"Trim {self.instance}: take back {what}?"
+
+
+def _of(amount: Amount) -> str:
+    return " of the card's budget" if amount.is_percent else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """`text` for people; `style` as in a `rows.Span`; `verdict` is what it says about the pool, None: that it answers."""
+
+    instance: str
+    text: str
+    style: str
+    verdict: State | None = None
+
+
+def parse_order(kind: str, instance: str, text: str) -> Order:
+    """`3G`, `512MiB`, `40%`; `none` for a limit, nothing or `all` for a trim. Raises `ValueError` with what is allowed."""
+    word = text.strip().lower()
+    if word in (("none",) if kind == LIMIT else ("", "all")):
+        return Order(kind, instance, ALL)
+    return Order(kind, instance, Amount.parse(word if kind == LIMIT and not text.strip() else text))
+
+
+def perform(run_dir: Path, timeout_s: float, order: Order) -> Reply:
+    """Waits for the pool up to `timeout_s`; every failure is a reply."""
+    return _guarded(order.instance, order.kind, lambda: _perform(run_dir, timeout_s, order))
+
+
+def _perform(run_dir: Path, timeout_s: float, order: Order) -> Reply:
+    target = find(run_dir, order.instance)
+    if not target.is_alive and target.rows:
+        raise PeerLost(f"its process has ended; clear up with: kvctl delete {order.instance}")
+    client = target.client(timeout_s)
+    size_bytes = order.amount.of(target.budget_bytes)
+    if order.kind == LIMIT:
+        return _limit_reply(order.instance, client.limit(size_bytes))
+    wanted_bytes = None if order.amount == ALL else size_bytes
+    return _trim_reply(order.instance, client.trim(wanted_bytes), wanted_bytes)
+
+
+def _limit_reply(instance: str, answer: ChangeAnswer) -> Reply:
+    in_force = "no limit" if short_size(answer.in_force_bytes) == "-" else format_size(answer.in_force_bytes)
+    above = f", {format_size(answer.overage_bytes)} above it still held" if answer.overage_bytes else ""
+    why = f" ({answer.reason})" if answer.reason else ""
+    style = {"applied": "good", "deferred": "warn", "clamped": "warn"}.get(answer.outcome, "bad")
+    return Reply(instance, f"{instance}: limit {answer.outcome}: {in_force} in force{above}{why}", style)
+
+
+def _trim_reply(instance: str, answer: BytesAnswer, wanted_bytes: int | None) -> Reply:
+    of = "" if wanted_bytes is None else f" of {format_size(wanted_bytes)}"
+    done = wanted_bytes is None or answer.given_bytes >= wanted_bytes
+    return Reply(instance, f"{instance}: trim: {format_size(answer.given_bytes)}{of} given back", "good" if done else "warn")
+
+
+def inquire(client: ControlClient, instance: str) -> Reply:
+    """Whether a pool answers, and whether it says that something is wrong with it."""
+
+    def ask() -> Reply:
+        status = client.status()
+        verdict = State("failed", f"the pool refuses work: {status.reason}") if status.state == "refusing" else None
+        return Reply(instance, "", "good", verdict)
+
+    return _guarded(instance, "status", ask)
+
+
+def _guarded(instance: str, what: str, call: Callable[[], Reply]) -> Reply:
+    try:
+        return call()
+    except PeerTimeout as error:
+        return Reply(instance, f"{instance}: {what}: no answer in time: {error}", "bad", State("silent", f"does not answer: {error}"))
+    except (KVCachedError, OSError) as error:
+        return Reply(instance, f"{instance}: {what}: {error}", "bad")
