@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from operator import attrgetter
 from struct import Struct
 from typing import Final, NamedTuple
 from zlib import crc32
@@ -144,6 +145,8 @@ class Record(NamedTuple):
 
 
 EMPTY: Final = Record()
+_USAGE_AT: Final = Record._fields.index(USAGE_FIELDS[0])
+_USAGE_WORDS: Final = attrgetter(*USAGE_FIELDS)
 _UNREADABLE: Final = Record(kind=Kind.UNREADABLE)
 
 
@@ -294,11 +297,11 @@ def check_limits(limit_bytes: int, floor_bytes: int, weight: float) -> None:
 
 
 def usage_of(record: Record) -> Usage:
-    return Usage(*record[16:26])
+    return Usage(*record[_USAGE_AT : _USAGE_AT + len(USAGE_FIELDS)])
 
 
 def with_usage(record: Record, usage: Usage) -> Record:
-    return record._replace(**{name: getattr(usage, name) for name in USAGE_FIELDS})
+    return Record._make((*record[:_USAGE_AT], *_USAGE_WORDS(usage), *record[_USAGE_AT + len(USAGE_FIELDS) :]))
 
 
 def text_of(field: bytes) -> str:

@@ -68,6 +68,7 @@ class Segment:
         self.path: Final = path
         self.file: Final = file
         self._known: tuple[bytes, Header] | None = None
+        self._slots: dict[int, tuple[bytes, Record]] = {}  # as last read: most are the same the next time
 
     def is_current(self) -> bool:
         """Whether the path still names this file."""
@@ -94,7 +95,7 @@ class Segment:
         """Header and the slots that were ever used, by slot number. Raises `Damaged`."""
         header = self.header()
         raw = self._raw_slots(header)
-        records = [decode_slot(raw, slot * header.slot_bytes, header.slot_bytes) for slot in range(header.high_slots)]
+        records = [self._decoded(raw, slot, header.slot_bytes) for slot in range(header.high_slots)]
         for slot, record in enumerate(records):
             if record.kind == Kind.UNREADABLE:
                 records[slot] = self.read_slot(header, slot)
@@ -133,6 +134,13 @@ class Segment:
         """Take the path away from this file, so that the next opener makes a new one. Under its ledger lock only."""
         if self.is_current():
             self.path.unlink(missing_ok=True)
+
+    def _decoded(self, raw: bytes, slot: int, slot_bytes: int) -> Record:
+        mine = raw[slot * slot_bytes : (slot + 1) * slot_bytes]
+        known = self._slots.get(slot)
+        if known is None or known[0] != mine:
+            known = self._slots[slot] = (mine, decode_slot(mine, 0, slot_bytes))
+        return known[1]
 
     def _raw_slots(self, header: Header) -> bytes:
         size = header.high_slots * header.slot_bytes

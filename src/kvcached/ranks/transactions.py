@@ -12,7 +12,6 @@ carries the tail of in-band operations (`ops`), which the receiver applies first
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final
@@ -144,4 +143,7 @@ class Answer:
 
 def classes_of(runs: Iterable[tuple[int, int]]) -> Classes:
     """The handles that back the runs."""
-    return tuple(sorted(Counter(count for _, count in runs).items()))
+    classes: dict[int, int] = {}
+    for _, pages in runs:
+        classes[pages] = classes.get(pages, 0) + 1
+    return tuple(sorted(classes.items()))

@@ -129,15 +129,15 @@ class RankMemory:
     def _create(self, classes: Classes) -> None:
         """All of them or none; a few at a time, so that a map from credit gets its turn in between."""
         at_once = max(1, _HANDLES_AT_ONCE // self._arena.config.planes)
-        made: Counter[int] = Counter()
+        made: list[tuple[int, int]] = []
         try:
             for pages, runs in classes:
-                while made[pages] < runs:
-                    some = min(at_once, runs - made[pages])
+                for first in range(0, runs, at_once):
+                    some = min(at_once, runs - first)
                     self._arena.acquire(pages, some)
-                    made[pages] += some
+                    made.append((pages, some))
         except KVCachedError:
-            self._destroy(tuple(made.items()))
+            self._destroy(tuple(made))
             raise
 
     def _destroy(self, classes: Classes) -> int:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _ABI_VERSION: Final = 1
 _BACKENDS: Final = {"host": 0, "cuda": 1, "hip": 2}
 _BACKEND_NAMES: Final = {number: name for name, number in _BACKENDS.items()}
-_STAT_NAMES: Final = tuple(ArenaStats.__dataclass_fields__)
 _U64_MAX: Final = 2**64 - 1
 
 
@@ -86,10 +85,7 @@ class _ArenaConfig(Structure):
     )
 
 
-class _ArenaStats(Structure):
-    _fields_ = tuple((name, c_uint64) for name in _STAT_NAMES)
-
-
+_ArenaStats: Final = c_uint64 * len(ArenaStats.__dataclass_fields__)
 _Runs = c_void_p  # address of (first, count) pairs of 64-bit words
 _ErrorOut = POINTER(_Error)
 _SIGNATURES: Final = {
@@ -181,7 +177,7 @@ class NativeArena:
     def stats(self) -> ArenaStats:
         out = _ArenaStats()
         self._call(self._library.kvc_arena_get_stats, byref(out))
-        return ArenaStats(*(getattr(out, name) for name in _STAT_NAMES))
+        return ArenaStats(*out)
 
     def acquire(self, run_pages: int, runs: int) -> None:
         self._call(self._library.kvc_arena_acquire, _word("run_pages", run_pages), _word("runs", runs))
