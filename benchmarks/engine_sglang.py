@@ -1,191 +1,276 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real SGLang on a GPU, elastic against unhooked: same tokens, throughput ratio, start-up, memory idle, at peak and after.
+"""A real SGLang, elastic against unhooked: same tokens, throughput ratio, memory idle, at peak and after, release step.
 
-    python benchmarks/engine_sglang.py --pairs 4 --json result.json
+    python benchmarks/engine_sglang.py --json result.json            a GPU with 90 GiB free; an 8B-shaped model with random weights
+    python benchmarks/engine_sglang.py --cpu --json result.json      the same steps on SGLang's CPU route: its figures mean nothing
 
-Two engines of one 8B-shaped model with random weights live on the card at the same time, one unhooked (its KV cache is static) and one
-elastic, and take turns: each figure is a ratio of neighbours in time. Both get the same number of slots, the same prompts and the same
-settings (Triton attention, overlap scheduling).
+Two engines live on the card at the same time, one unhooked (its KV cache is static) and one elastic, and take turns: each figure is a
+ratio of neighbours in time. Both get the same number of slots, the same prompts and the same settings (Triton attention, overlap
+scheduling). What is worth most is measured first, and written as soon as it is known: a run that is cut short still says something.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import contextlib
 import json
 import os
-import random
+import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
-from engine_vllm import MODEL, Watch, answer, memory
+from engine_vllm import MODEL, Watch
+from sglang_child import Child, EngineFailed, write_plugin
 
-SLOT_BYTES = 128 << 10
-TOKENS = 160_000
-LOADS = {  # name: (requests, tokens in, tokens out)
-    "low (8 at a time)": (8, 512, 128),
-    "saturating (256 at a time)": (256, 512, 128),
-    "full (400 at a time, more than fits)": (400, 512, 128),
-}
-RATES = {  # name: (requests, tokens in, tokens out, requests a second)
-    "low rate (4 a second)": (40, 512, 128, 4.0),
-    "saturating rate (300 a second)": (600, 512, 128, 300.0),
-}
-SPREAD = '''"""Dummy weights are near zero: attention would not matter to the tokens."""
+START_S = 200.0
+FIRST_S = 200.0  # the first batch compiles kernels
+ROOM_S = 25.0  # what the steps after the last load may take
 
 
-def spread(result, model, *args, **kwargs):
-    import torch
-
-    generator = torch.Generator(device="cuda")
-    generator.manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() >= 2 and parameter.is_floating_point():
-            parameter.data.normal_(0, 0.03, generator=generator)
+class Load(NamedTuple):
+    name: str
+    requests: int
+    tokens_in: int
+    tokens_out: int
+    rate: float = 0.0  # requests a second; 0: all at once
 
 
-def register():
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+class Setup(NamedTuple):
+    """What differs between a GPU and the CPU."""
 
-    HookRegistry.register("sglang.srt.model_loader.weight_utils.initialize_dummy_weights", spread, HookType.AFTER)
-'''
-
-
-class Child:
-    """One engine in a process of its own that answers one JSON line per command."""
-
-    def __init__(self, kind: str, model: Path, arguments: dict[str, object], environment: dict[str, str]) -> None:
-        self.kind = kind
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--child", json.dumps(arguments), "--model", str(model)],
-            env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    def read(self) -> dict[str, object]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("RESULT "):
-                return json.loads(line[7:])
-            if "Ignore import" not in line:
-                print(f"  [{self.kind}] {line.rstrip()}", flush=True)
-        raise SystemExit(f"the {self.kind} engine ended with {self.process.wait()}")
-
-    def ask(self, **command: object) -> dict[str, object]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-        return self.read()
+    model: dict[str, object]
+    arguments: dict[str, object]
+    environment: dict[str, str]
+    card: dict[str, str]  # for the elastic engine
+    slot_bytes: int
+    slots: int
+    spread: float
+    loads: tuple[Load, ...]
 
 
-def child(model: str, arguments: dict[str, object]) -> None:
-    import sglang
+COMMON_ARGUMENTS = {
+    "load_format": "dummy", "skip_tokenizer_init": True, "random_seed": 0, "sampling_backend": "pytorch", "grammar_backend": "none",
+    "disable_cuda_graph": True, "log_level": "warning",
+}  # fmt: skip
+GPU = Setup(
+    model=MODEL,
+    # Two engines share the card, so what SGLang may take for itself is bounded by the number of slots alone.
+    arguments={"attention_backend": "triton", "dtype": "bfloat16", "context_length": 4096, "mem_fraction_static": 0.75,
+               "max_running_requests": 320},
+    environment={"SGLANG_IS_FLASHINFER_AVAILABLE": "false", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"},
+    card={},
+    slot_bytes=128 << 10,
+    slots=180_000,
+    spread=0.03,
+    loads=(
+        Load("saturating (256 at a time)", 256, 512, 128),
+        Load("low (8 at a time)", 8, 512, 128),
+        Load("over-full (400 at a time, more than fits)", 400, 512, 128),
+        Load("saturating rate (300 a second)", 600, 512, 128, 300.0),
+        Load("low rate (4 a second)", 40, 512, 128, 4.0),
+    ),
+)  # fmt: skip
+CPU = Setup(
+    model={**MODEL, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+           "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 4096, "bos_token_id": 256,
+           "eos_token_id": 257, "torch_dtype": "float32"},
+    arguments={"attention_backend": "torch_native", "dtype": "float32", "context_length": 1024, "mem_fraction_static": 0.2,
+               "max_running_requests": 16, "device": "cpu"},
+    environment={"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0", "OMP_NUM_THREADS": "1"},
+    card={"KVCACHED_HOST_CAPACITY": "64MiB", "KVCACHED_HOST_GRANULARITY": "4096", "KVCACHED_ZERO_BACKING": "never"},
+    slot_bytes=2 << 10,
+    slots=1024,
+    spread=0.12,
+    loads=(
+        Load("saturating", 12, 48, 16),
+        Load("low", 2, 48, 16),
+        Load("over-full", 24, 64, 16),
+        Load("saturating rate", 12, 48, 16, 50.0),
+        Load("low rate", 4, 48, 16, 2.0),
+    ),
+)  # fmt: skip
 
-    start = time.time()
-    engine = sglang.Engine(
-        model_path=model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", context_length=4096, random_seed=0,
-        attention_backend="triton", sampling_backend="pytorch", grammar_backend="none", disable_cuda_graph=True, mem_fraction_static=0.4,
-        max_running_requests=256, max_total_tokens=TOKENS, log_level="warning", **arguments,
-    )  # fmt: skip
-    answer(up_s=time.time() - start, **memory())
-    for line in sys.stdin:
-        command = json.loads(line)
-        if command["do"] == "stop":
-            engine.shutdown()
-            answer(**memory())
+
+class Comparison:
+    """Both engines, what has been found, and the file that it is written to after each step."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self.setup = CPU if arguments.cpu else GPU
+        self.folder = folder
+        self.pairs: int = arguments.pairs
+        self.output: Path | None = arguments.json
+        self.deadline = time.monotonic() + arguments.deadline_s
+        self.settings = {"page_size": arguments.page_size, "disable_radix_cache": not arguments.radix}
+        self.logs: Path = arguments.logs or (self.output.parent if self.output else folder)
+        self.found: dict[str, object] = {"settings": self.settings, "loads": {}}
+        self.engines: list[Child] = []
+        self.watch: Watch | None = None
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps(self.setup.model))
+        write_plugin(folder / "plugin")
+
+    def note(self, **values: object) -> None:
+        """Say it and write it."""
+        self.found.update(values)
+        for name, value in values.items():
+            print(f"{name.replace('_', ' ')}: {json.dumps(value)}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        if self.output:
+            self.output.write_text(json.dumps(self.found, indent=1))
+
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic() - ROOM_S
+
+    # ------------------------------------------------------------------ steps
+
+    def start(self, kind: str) -> Child:
+        setup = self.setup
+        limit = f"{(setup.slots + 4096) * setup.slot_bytes >> 20}MiB"
+        elastic = {
+            "ENABLE_KVCACHED": "true", "KVCACHED_RUN_DIR": str(self.folder / "run"), "KVCACHED_LIMIT": limit, "KVCACHED_VIRTUAL": limit,
+            **setup.card,
+        }  # fmt: skip
+        path = [str(self.folder / "plugin"), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            "HF_HUB_OFFLINE": "1", "SPREAD": str(setup.spread), "PYTHONPATH": os.pathsep.join(path), **setup.environment,
+            **(elastic if kind == "elastic" else {"ENABLE_KVCACHED": "false"}),
+        }  # fmt: skip
+        model = str(self.folder / "model")
+        arguments = {"model_path": model, "max_total_tokens": setup.slots, **COMMON_ARGUMENTS, **setup.arguments, **self.settings}
+        engine = Child(kind, arguments, environment, self.folder, self.logs / f"sglang_{kind}.log")
+        self.engines.append(engine)
+        self.note(**{f"{kind}_start": engine.read(START_S)})
+        return engine
+
+    def start_both(self) -> None:
+        """One after the other: what the card has left in between is each one's share."""
+        self.start("static")
+        elastic = self.start("elastic")
+        said = elastic.lines("elastic: on")
+        self.watch = Watch(self.folder / "run")
+        self.note(adapter="".join(said[:1]).partition("elastic: ")[2], leases_gib_idle=self.watch.leases_gib())
+        if not said:
+            raise EngineFailed("the elastic engine is not elastic: its log has no line with `elastic: on`")
+
+    def warm_up(self) -> None:
+        """Kernels are compiled. The unhooked engine runs it twice, which shows how far two runs of one schedule agree at all."""
+        static, elastic = self.engines
+        command = self.command(self.setup.loads[0], 0)
+        first, other = static.ask(FIRST_S, **command), elastic.ask(FIRST_S, **command)
+        again = static.ask(FIRST_S, **command)
+        seconds = [round(float(answer["seconds"]), 2) for answer in (first, other, again)]
+        self.note(
+            warm_up_seconds=seconds,
+            distinct_tokens=first["distinct"],
+            same_tokens_static_twice=alike(first, again),
+            same_tokens_elastic=alike(first, other),
+        )
+
+    def command(self, load: Load, seed: int) -> dict[str, object]:
+        return {"do": "run", "seed": seed, "vocabulary": self.setup.model["vocab_size"], **load._asdict()}
+
+    def compare(self, load: Load) -> None:
+        """Pairs of runs, as many as the time allows."""
+        assert self.watch is not None
+        static, elastic = self.engines
+        self.watch.peak_gib = 0.0
+        rows: list[dict[str, dict[str, object]]] = []
+        took_s = 0.0
+        for pair in range(2 if load.rate else self.pairs):
+            begun = time.monotonic()
+            if self.left_s() < took_s * 1.1:
+                break
+            order = (static, elastic) if pair % 2 else (elastic, static)
+            rows.append({engine.kind: engine.ask(max(30.0, self.left_s()), **self.command(load, pair + 1)) for engine in order})
+            took_s = time.monotonic() - begun
+            self.found["loads"][load.name] = summary_of(load, rows, self.watch.peak_gib)  # type: ignore[index]
+            self.write()
+        if not rows:
+            print(f"{load.name}: no time left", flush=True)
             return
-        if command["do"] == "flush":
-            engine.flush_cache()
-            time.sleep(1)
-            answer(**memory())
-            continue
-        rng = random.Random(command["seed"])
-        rows = [[rng.randrange(1000, 100000) for _ in range(command["tokens_in"])] for _ in range(command["requests"])]
-        sampling = {"temperature": 0, "max_new_tokens": command["tokens_out"], "ignore_eos": True}
-        if command["rate"]:
-            answer(**serve_at(engine, rows, sampling, command["rate"]), **memory())
-            continue
-        start = time.perf_counter()
-        outputs = engine.generate(input_ids=rows, sampling_params=sampling)
-        seconds = time.perf_counter() - start
-        tokens = [list(output["output_ids"]) for output in outputs]
-        digest = hashlib.sha1(str(tokens).encode()).hexdigest()[:12]
-        answer(seconds=seconds, digest=digest, distinct=len({token for row in tokens for token in row}), **memory())
+        time.sleep(1)
+        result = {**summary_of(load, rows, self.watch.peak_gib), "leases_gib_a_second_later": self.watch.leases_gib()}
+        self.found["loads"][load.name] = result  # type: ignore[index]
+        self.write()
+        print(f"{load.name}: {json.dumps({key: value for key, value in result.items() if key != 'rows'})}", flush=True)
+
+    def flush(self) -> None:
+        assert self.watch is not None
+        answer = self.engines[1].ask(ROOM_S, do="flush")
+        time.sleep(1)
+        self.note(elastic_flushed=answer, leases_gib_flushed=self.watch.leases_gib(), elastic_idle=self.engines[1].ask(ROOM_S, do="memory"))
+
+    def profile(self) -> None:
+        """Where the schedulers' threads are in the load whose ratio is asked for most."""
+        command = self.command(self.setup.loads[0], 1)
+        shares = {}
+        for engine in self.engines:
+            if self.left_s() < 10:
+                return
+            switch = engine.samples / "on"
+            switch.touch()
+            engine.ask(max(30.0, self.left_s()), **command)
+            switch.unlink()
+            counts = engine.sampled()
+            shares[engine.kind] = {
+                "samples": sum(counts.values()),
+                "kvcached_samples": sum(count for name, count in counts.items() if name.startswith("kvcached")),
+                "most": dict(list(counts.items())[:25]),
+                "kvcached": {name: count for name, count in counts.items() if name.startswith("kvcached")},
+            }
+        self.note(profile=shares)
+
+    def stop(self) -> None:
+        assert self.watch is not None
+        static, elastic = self.engines
+        self.note(elastic_stopped=elastic.ask(ROOM_S, do="stop"))
+        static.ask(ROOM_S, do="stop")
+        codes = [engine.process.wait(ROOM_S) for engine in self.engines]
+        self.note(leases_gib_stopped=self.watch.leases_gib(), exit_codes=codes)
+
+    def run(self) -> None:
+        self.start_both()
+        self.warm_up()
+        first, *rest = self.setup.loads
+        self.compare(first)
+        self.flush()
+        for load in rest:
+            self.compare(load)
+        self.flush()
+        self.profile()
+        self.stop()
 
 
-def serve_at(engine: object, rows: list[list[int]], sampling: dict[str, object], rate: float) -> dict[str, float]:
-    """Requests arrive `rate` times a second, whether or not the engine keeps up. Seconds until the last is served, and of each."""
-    import asyncio
-
-    async def one(number: int) -> float:
-        await asyncio.sleep(number / rate)
-        await engine.async_generate(input_ids=rows[number], sampling_params=sampling)
-        return time.perf_counter() - start - number / rate
-
-    async def all_of_them() -> list[float]:
-        return await asyncio.gather(*(one(number) for number in range(len(rows))))
-
-    start = time.perf_counter()
-    latencies = engine.loop.run_until_complete(all_of_them())
-    seconds = time.perf_counter() - start
-    return {"seconds": seconds, "latency_s": statistics.median(latencies), "slowest_s": max(latencies)}
+def alike(one: dict[str, object], other: dict[str, object]) -> str:
+    pairs = list(zip(one["digests"], other["digests"], strict=True))  # type: ignore[call-overload]
+    return f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
 
 
-def compare(arguments: argparse.Namespace) -> dict[str, object]:
-    with tempfile.TemporaryDirectory() as folder:
-        model, plugin = Path(folder) / "model", Path(folder) / "plugin"
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(MODEL))
-        (plugin / "spread-0.dist-info").mkdir(parents=True)
-        (plugin / "spread_weights.py").write_text(SPREAD)
-        (plugin / "spread-0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: spread\nVersion: 0\n")
-        (plugin / "spread-0.dist-info" / "entry_points.txt").write_text("[sglang.srt.plugins]\nspread = spread_weights:register\n")
-        engine = {"page_size": arguments.page_size, "disable_radix_cache": not arguments.radix}
-        common = {
-            "HF_HUB_OFFLINE": "1", "SGLANG_IS_FLASHINFER_AVAILABLE": "false", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
-            "PYTHONPATH": os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")]),
-        }  # fmt: skip
-        limit_mib = (TOKENS + 4096) * SLOT_BYTES >> 20
-        elastic_only = {
-            "ENABLE_KVCACHED": "true", "KVCACHED_RUN_DIR": str(Path(folder) / "run"), "KVCACHED_LIMIT": f"{limit_mib}MiB",
-            "KVCACHED_VIRTUAL": f"{limit_mib}MiB",
-        }  # fmt: skip
-        static = Child("static", model, engine, {**common, "ENABLE_KVCACHED": "false"})
-        result: dict[str, object] = {"settings": engine, "static start": static.read()}
-        elastic = Child("elastic", model, engine, {**common, **elastic_only})
-        result["elastic start"] = elastic.read()
-        watch = Watch(Path(folder) / "run")
-        result["leases after the start"] = watch.leases_gib()
-        print("static up", result["static start"], "elastic up", result["elastic start"], flush=True)
-        result["loads"] = {name: pair_up(static, elastic, (*load, 0.0), name, arguments.pairs, watch) for name, load in LOADS.items()}
-        result["rates"] = {name: pair_up(static, elastic, load, name, 2, watch) for name, load in RATES.items()}
-        result["elastic flushed"] = elastic.ask(do="flush")
-        result["leases after the flush"] = watch.leases_gib()
-        result["elastic stopped"] = elastic.ask(do="stop")
-        static.ask(do="stop")
-        result["leases after the stop"] = watch.leases_gib()
-        result["exit codes"] = [static.process.wait(60), elastic.process.wait(60)]
+def summary_of(load: Load, rows: list[dict[str, dict[str, object]]], peak_gib: float) -> dict[str, object]:
+    def ratios(key: str) -> list[float]:
+        return [float(row["static"][key]) / float(row["elastic"][key]) for row in rows]  # type: ignore[arg-type]
+
+    throughput = ratios("seconds")
+    result: dict[str, object] = {
+        "ratio": round(statistics.median(throughput), 4),
+        "ratios": [round(ratio, 4) for ratio in throughput],
+        "elastic_peak_kv_gib": peak_gib,
+        "rows": [{kind: {key: value for key, value in answer.items() if key != "digests"} for kind, answer in row.items()} for row in rows],
+    }
+    for kind in ("static", "elastic"):
+        seconds = statistics.median(float(row[kind]["seconds"]) for row in rows)  # type: ignore[arg-type]
+        result[f"{kind}_tokens_a_second"] = round(load.requests * load.tokens_out / seconds, 1)
+    if load.rate:  # which requests share a batch differs between any two runs, and with it the rounding
+        result["latency_ratios"] = [round(ratio, 4) for ratio in ratios("latency_s")]
+    else:
+        result["same_tokens"] = [alike(row["static"], row["elastic"]) for row in rows]
     return result
-
-
-def pair_up(static: Child, elastic: Child, load: tuple[int, int, int, float], name: str, pairs: int, watch: Watch) -> dict[str, object]:
-    watch.peak_gib = 0.0
-    requests, tokens_in, tokens_out, rate = load
-    ratios, rows = [], []
-    for pair in range(pairs + 1):
-        order = (static, elastic) if pair % 2 else (elastic, static)
-        command = {"do": "run", "seed": pair, "requests": requests, "tokens_in": tokens_in, "tokens_out": tokens_out, "rate": rate}
-        answers = {engine.kind: engine.ask(**command) for engine in order}
-        if pair:  # the first one compiles kernels
-            ratios.append(float(answers["static"]["seconds"]) / float(answers["elastic"]["seconds"]))
-            rows.append(answers)
-    equal = [row["static"].get("digest") == row["elastic"].get("digest") for row in rows]
-    print(f"{name}: elastic / static throughput {statistics.median(ratios):.4f} (from {min(ratios):.4f} to {max(ratios):.4f}), "
-          f"same tokens in {sum(equal)} of {len(equal)}, rows {rows[-1]}", flush=True)  # fmt: skip
-    return {"ratio": statistics.median(ratios), "ratios": ratios, "same_tokens": equal, "rows": rows, "elastic_peak_kv_gib": watch.peak_gib}
 
 
 def main() -> None:
@@ -193,17 +278,21 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--radix", action="store_true", help="with the prefix cache")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--deadline-s", type=float, default=500.0, help="measure no longer than this")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--logs", type=Path, help="folder for the engines' logs; default: beside the JSON")
     arguments = parser.parse_args()
-    if arguments.child:
-        child(arguments.model, json.loads(arguments.child))
-        return
-    result = compare(arguments)
-    print(json.dumps({key: value for key, value in result.items() if key not in ("loads", "rates")}, indent=2))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to stop"))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, contextlib.ExitStack() as undo:
+        comparison = Comparison(arguments, Path(folder))
+        undo.callback(lambda: [engine.kill() for engine in comparison.engines])
+        undo.callback(comparison.write)
+        try:
+            comparison.run()
+        except EngineFailed as error:
+            comparison.found["failed"] = str(error)
+            sys.exit(str(error))
 
 
 if __name__ == "__main__":
