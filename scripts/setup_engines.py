@@ -5,7 +5,7 @@
 Usage: python3.11 scripts/setup_engines.py [--versions 0.28.0 0.30.0 0.32.0] [--only-demo]
 
 One environment (`.venv-engines`) holds torch and what every release needs; each release lies unpacked in `.cache/engines/vllm-X` and is
-chosen by putting that folder first on PYTHONPATH. A second run finds its stamps and does nothing.
+chosen by putting that folder first on PYTHONPATH; Ray lies in `.cache/ray` and is put last. A second run finds its stamps and does nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import zipfile
 from functools import partial
 from typing import TYPE_CHECKING
 
-from engine_environment import RELEASES, TORCH, Environment, take_steps
+from engine_environment import RELEASES, ROOT, TORCH, Environment, take_steps
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +32,9 @@ WITHOUT_DEPENDENCIES = ("xgrammar==0.2.8",)
 EXTRA = ("openai-harmony>=0.0.3", "apache-tvm-ffi", "six", "gguf", "accelerate")
 TOOLS = ("pytest>=8,<10", "pytest-timeout>=2.3,<3", "hypothesis>=6.100,<7", "scikit-build-core>=0.10,<1", "cmake>=3.22", "ninja>=1.11")
 MODELS = ("llama", "qwen3", "smollm2")
+# Only the executor's own test needs it: beside the environment, so that no other test runs with it. All else that it asks for is there.
+RAY_FOLDER = ROOT / ".cache" / "ray"
+RAY = ("ray==2.48.0", "msgpack==1.1.2")
 
 
 def main() -> int:
@@ -43,11 +46,13 @@ def main() -> int:
         parser.error("the engines need Python 3.11 or newer")
     newest = max(asked.versions, key=sort_key)
     versions, models = ([newest], ["smollm2"]) if asked.only_demo else (asked.versions, MODELS)
+    ray = [] if asked.only_demo else [(f"{RAY[0]} (70 MB)", add_ray)]
     take_steps(
         "engines",
         [
             *((f"vLLM {version}", partial(unpack, version)) for version in versions),
             (f"environment {ENVIRONMENT.folder.name} (torch and more: two or three minutes)", partial(make_environment, newest)),
+            *ray,
             ("kvcached in it", ENVIRONMENT.install_package),
             *((f"model {kind}", partial(ENVIRONMENT.make_model, kind)) for kind in models),
         ],
@@ -100,6 +105,20 @@ def requirements(version: str) -> list[str]:
         if line.startswith("Requires-Dist: ") and "extra ==" not in line
     ]
     return sorted({line for line in asked if not line.startswith(UNWANTED)} | {*EXTRA, *TOOLS})
+
+
+def add_ray() -> bool:
+    """Install Ray in a folder of its own and import it. Returns False when it is there. The folder appears whole or not at all."""
+    name, _, number = RAY[0].partition("==")
+    if (RAY_FOLDER / f"{name}-{number}.dist-info").exists():
+        return False
+    scratch = RAY_FOLDER.with_name(".unpacking-ray")
+    shutil.rmtree(scratch, ignore_errors=True)
+    ENVIRONMENT.install("--no-deps", "--target", str(scratch), *RAY)
+    ENVIRONMENT.run("env", f"PYTHONPATH={scratch}", str(ENVIRONMENT.python), "-c", "import ray, ray.cluster_utils")
+    shutil.rmtree(RAY_FOLDER, ignore_errors=True)
+    scratch.rename(RAY_FOLDER)
+    return True
 
 
 def sort_key(version: str) -> tuple[int, ...]:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON = ROOT / ".venv-engines" / "bin" / "python"
 RELEASES = ROOT / ".cache" / "engines"
-RAY = ROOT / ".cache" / "ray"  # only where someone has put it there
+RAY = ROOT / ".cache" / "ray"  # put on the path by whom it is for: vLLM looks whether it is there
 MODELS = ROOT / ".cache" / "models"
+UNWANTED = ("KVCACHED_", "ENABLE_KVCACHED", "VLLM_", "PYTHONDONTWRITEBYTECODE")  # a start without compiled files takes twice as long
 TIMEOUT_S = 1_800
 
 
@@ -32,11 +33,11 @@ def versions() -> list[str]:
 
 def environment(version: str, **extra: str) -> dict[str, str]:
     """Variables for a process that runs this release on one thread, without settings of ours from outside."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVCACHED_", "ENABLE_KVCACHED", "VLLM_"))}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(UNWANTED)}
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     return {
         **kept,
-        "PYTHONPATH": f"{RELEASES / f'vllm-{version}'}:{ROOT / 'src'}:{ROOT / 'tests' / 'engines'}:{RAY}",
+        "PYTHONPATH": f"{RELEASES / f'vllm-{version}'}:{ROOT / 'src'}:{ROOT / 'tests' / 'engines'}",
         "VLLM_CACHE_ROOT": str(RELEASES / f".cache-{version}{worker}"),  # who shares one looks at every model class again and again
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
