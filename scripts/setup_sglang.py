@@ -15,8 +15,12 @@ import argparse
 import shutil
 import sys
 from functools import partial
+from typing import TYPE_CHECKING
 
 from engine_environment import RELEASES, ROOT, TORCH, Environment, take_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ENVIRONMENT = Environment(".venv-sglang")
 TINY_MODELS = ROOT / ".cache" / "sglang-models"
@@ -52,10 +56,10 @@ def main() -> int:
     take_steps(
         "sglang",
         [
-            (f"environment {ENVIRONMENT.folder.name} (torch and more: three or four minutes)", make_environment),
+            (f"environment {ENVIRONMENT.folder.name} (torch and more)", make_environment),
             *((f"SGLang {version}", partial(unpack, version)) for version in asked.versions[: 1 if asked.only_demo else None]),
             ("kvcached and the shims in it", install_package),
-            *((f"model {kind}", partial(make_tiny_model, kind)) for kind in tiny_models),
+            *((("models without a tokenizer", partial(make_tiny_models, tiny_models)),) if tiny_models else ()),
             *((f"model {kind}, with a tokenizer", partial(ENVIRONMENT.make_model, kind)) for kind in models),
         ],
     )
@@ -74,7 +78,6 @@ def unpack(version: str) -> bool:
     if (target / "sglang" / "__init__.py").exists():
         return False
     shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
     number = tuple(int(part) for part in version.split(".")[:3])
     transformers = TRANSFORMERS[max(first for first in TRANSFORMERS if first <= number)]
     older = (f"transformers=={transformers}", *OLDER) if number < (0, 5, 22) else ()
@@ -91,13 +94,12 @@ def install_package() -> bool:
     return ENVIRONMENT.install_package()
 
 
-def make_tiny_model(kind: str) -> bool:
-    """Make one of the small models without a tokenizer. Returns False when it is there."""
-    folder = TINY_MODELS / kind
-    if (folder / "config.json").exists():
-        return False
-    ENVIRONMENT.run(str(ENVIRONMENT.python), str(ROOT / "tests" / "engines_sglang" / "tiny_models.py"), kind, str(folder))
-    return True
+def make_tiny_models(kinds: Sequence[str]) -> bool:
+    """Make the small models without a tokenizer. Returns False when they are there."""
+    missing = [kind for kind in kinds if not (TINY_MODELS / kind / "config.json").exists()]
+    if missing:
+        ENVIRONMENT.run(str(ENVIRONMENT.python), str(ROOT / "tests" / "engines_sglang" / "tiny_models.py"), str(TINY_MODELS), *missing)
+    return bool(missing)
 
 
 if __name__ == "__main__":

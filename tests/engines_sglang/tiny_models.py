@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models small enough for SGLang on a CPU, with weights spread so widely that attention to a wrong KV byte changes the tokens.
 
-As a program: `python tiny_models.py KIND DIR`.
+As a program: `python tiny_models.py DIR KIND...` makes DIR/KIND for each.
 """
 
 from __future__ import annotations
@@ -83,4 +83,5 @@ def make(kind: str, folder: Path, seed: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    make(sys.argv[1], Path(sys.argv[2]))
+    for name in sys.argv[2:]:
+        make(name, Path(sys.argv[1]) / name)
