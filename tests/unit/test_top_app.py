@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvcached.card import Card, CardIdentity, Entry, EntrySpec, Kind, Usage
-from kvcached.cli.top.app import Options, TopApp
+from kvcached.cli.top.app import THOROUGH_EVERY, Options, TopApp
 from kvcached.cli.top.rows import View
 from kvcached.cli.top.sampler import Sampler
 from kvcached.cli.top.screens import AmountScreen, HelpScreen, QuestionScreen
@@ -111,7 +111,7 @@ class Seen:
 @asynccontextmanager
 async def shown(machine: Machine, width: int = 80, height: int = 24, **options: object) -> AsyncIterator[Seen]:
     made = Options(machine.run_dir, 5.0, View(), **options)  # type: ignore[arg-type]
-    app = TopApp(made, Sampler(machine.run_dir))
+    app = TopApp(made, Sampler(machine.run_dir, thorough_every=THOROUGH_EVERY))
     async with app.run_test(size=(width, height)) as pilot:
         seen = Seen(app, pilot)
         await seen.until_text("q quit")

@@ -17,7 +17,9 @@ from rich.cells import cell_len
 from typer.testing import CliRunner, Result
 
 from kvcached.card import NO_LIMIT_BYTES, Card, CardIdentity, EntrySpec, Kind, Usage
-from kvcached.card.record import HEADER_BYTES, SLOT_BYTES, Record, encode_slot
+from kvcached.card.locks import slot_byte
+from kvcached.card.record import HEADER_BYTES, SLOT_BYTES, Record, encode_slot, slot_copy_offset
+from kvcached.card.segment import open_existing
 from kvcached.cli.top.actions import ALL, Order, parse_order
 from kvcached.cli.top.command import app
 from kvcached.cli.top.detail import describe, graph
@@ -95,6 +97,53 @@ class TestSampler:
         second = sampler.sample().cards[0]
         assert second.rows[0].record is first.rows[0].record
         assert second.rows[1].record is not first.rows[1].record
+
+    def test_between_thorough_looks_only_the_records_are_read(self, run_dir: Path, card: Card) -> None:
+        entry = card.register(spec("chat"))
+        sampler = Sampler(run_dir, thorough_every=3)
+        assert len(sampler.sample().cards) == 1
+        path = next(run_dir.glob("*.card"))
+        path.rename(path.with_suffix(".away"))
+        entry.publish(Usage(mapped_bytes=7))
+        for _ in range(2):
+            assert sampler.sample().cards[0].rows[0].record.mapped_bytes == 7
+        assert sampler.sample().cards == ()
+
+    @pytest.mark.parametrize("thorough_every", [1, 3])
+    def test_the_kernel_is_asked_about_new_entries_and_those_at_rest(self, run_dir: Path, card: Card, thorough_every: int) -> None:
+        """The lock is taken away without a write: what a crash looks like."""
+        entry = card.register(spec("chat"))
+        sampler = Sampler(run_dir, thorough_every=thorough_every)
+        assert sampler.sample().cards[0].rows[0].alive
+        file = open_existing(next(run_dir.glob("*.card"))).file
+        entry.publish(Usage(mapped_bytes=7))
+        file.unlock(slot_byte(0))
+        assert sampler.sample().cards[0].rows[0].alive  # it was when it wrote
+        assert [sampler.sample().cards[0].rows[0].alive for _ in range(3)].count(False) == (3 if thorough_every == 1 else 2)
+        assert not Sampler(run_dir).sample().cards[0].rows[0].alive
+        assert file.try_lock(slot_byte(0))
+        assert [sampler.sample().cards[0].rows[0].alive for _ in range(3)][-1]
+
+    def test_a_copy_that_is_torn_is_tried_again(self, run_dir: Path, card: Card) -> None:
+        """Its sequence number is there before the rest; the number alone must not make it known."""
+        card.register(spec("chat")).publish(Usage(mapped_bytes=7))
+        sampler = Sampler(run_dir)
+        before = sampler.sample().cards[0].rows[0].record
+        after = before._replace(sequence=before.sequence + 1, mapped_bytes=9)
+        raw, at = encode_slot(after), HEADER_BYTES + slot_copy_offset(after, SLOT_BYTES)
+        fd = open_existing(next(run_dir.glob("*.card"))).file.fd
+        os.pwrite(fd, raw[:40], at)
+        assert sampler.sample().cards[0].rows[0].record.mapped_bytes == 7
+        os.pwrite(fd, raw, at)
+        assert sampler.sample().cards[0].rows[0].record.mapped_bytes == 9
+
+    def test_an_entry_that_moves_into_a_slot_of_another_is_another_row(self, run_dir: Path, card: Card) -> None:
+        sampler = Sampler(run_dir)
+        for name in ("chat", "code"):
+            entry = card.register(spec(name, name=f"model of {name}"))
+            (row,) = sampler.sample().cards[0].rows
+            assert (row.instance, row.name, row.alive) == (name, f"model of {name}", True)
+            entry.close()
 
     def test_a_file_that_is_deleted_and_made_again(self, run_dir: Path, card: Card) -> None:
         entry = card.register(spec("chat"))

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 DRAWS_PER_S: Final = 2.0
 SAMPLES_PER_S: Final = 10.0
+THOROUGH_EVERY: Final = 5
+"""A file or a process that goes away is seen at most half a second later."""
 _INQUIRY_S: Final = 2.0
 _KEYS: Final = "q quit  s sort  / filter  p pause  l limit  t trim  +- time  ? help"
 _START_SOMETHING: Final = "Start an engine with ENABLE_KVCACHED=true, or look elsewhere with --run-dir. This screen goes on looking."

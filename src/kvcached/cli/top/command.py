@@ -78,9 +78,9 @@ def _show_live(run_dir: Path, view: View, ask_s: float, interval_s: float) -> No
     if importlib.util.find_spec("textual") is None:
         warn(_MISSING)
         raise typer.Exit(int(ExitCode.REFUSED))
-    from kvcached.cli.top.app import Options, TopApp  # textual is loaded only for the live screen
+    from kvcached.cli.top.app import THOROUGH_EVERY, Options, TopApp  # textual is loaded only for the live screen
 
-    TopApp(Options(run_dir, ask_s, view, draws_per_s=1 / interval_s), Sampler(run_dir)).run()
+    TopApp(Options(run_dir, ask_s, view, draws_per_s=1 / interval_s), Sampler(run_dir, thorough_every=THOROUGH_EVERY)).run()
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the cards' records say, several times a second: no lock is taken, no process is asked, nothing is written.
 
-Each card's file is read once per sample, and only what changed since the last one is decoded. So the entries of one sample may lie
-a write apart; `kvctl list` reads until they agree.
+Each card's file is read once per sample; the sequence numbers of all slots are unpacked at once, and only what was written since the
+last look is decoded. So the entries of one sample may lie a write apart; `kvctl list` reads until they agree.
 """
 
 from __future__ import annotations
@@ -11,24 +11,26 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from struct import Struct
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvcached.card.budget import over_bytes, short_bytes
 from kvcached.card.locks import slot_byte
-from kvcached.card.record import VERSION, Kind, Record, decode_slot, text_of
+from kvcached.card.record import EMPTY, VERSION, Kind, Record, decode_slot, text_of
 from kvcached.card.segment import SUFFIX, Damaged, Segment, open_existing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from kvcached.card.record import Header
 
 PoolKey = tuple[str, str, int]
 """Card, instance and rank: what stays the same when a pool's entry moves to another slot or file."""
+_SEQUENCE_AT: Final = 8
+"""Where a copy of a slot has its sequence number, in all versions."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankRow:
+class RankRow(NamedTuple):
     """One rank of a pool on a card. `other_bytes` is what the same rank leases that is not KV."""
 
     key: PoolKey
@@ -93,22 +95,32 @@ class Sample:
 
 
 class Sampler:
-    """Reads the cards of one run directory again and again. Not for several threads at once."""
+    """One look in `thorough_every`, and the first, is thorough: it looks for new and replaced files and asks the kernel which of the
+    entries at rest are alive. The looks between read the records of the files they know. A new entry is always asked about.
+    """
 
-    def __init__(self, run_dir: Path, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, run_dir: Path, clock_ns: Callable[[], int] = time.monotonic_ns, thorough_every: int = 1) -> None:
         self._run_dir = run_dir
         self._clock_ns = clock_ns
+        self._thorough_every = thorough_every
+        self._looks = 0
         self._readers: dict[str, _CardReader] = {}
 
     def sample(self) -> Sample:
         """Never raises for what other processes did to the files; a card that cannot be read says so in its place."""
+        thorough = self._looks % self._thorough_every == 0
+        self._looks += 1
         try:
-            names = _card_names(self._run_dir)
+            if thorough:
+                self._find()
         except OSError as error:
+            self._looks = 0
             return Sample(self._clock_ns(), problem=f"cannot read {self._run_dir}: {error.strerror}")
-        self._readers = {name: self._readers.get(name) or _CardReader(self._run_dir / name) for name in names}
-        cards = [card for name in names if (card := self._readers[name].read()) is not None]
+        cards = [card for reader in self._readers.values() if (card := reader.read(thorough)) is not None]
         return Sample(self._clock_ns(), tuple(cards))
+
+    def _find(self) -> None:
+        self._readers = {name: self._readers.get(name) or _CardReader(self._run_dir / name) for name in _card_names(self._run_dir)}
 
 
 def _card_names(run_dir: Path) -> list[str]:
@@ -121,10 +133,43 @@ def _card_names(run_dir: Path) -> list[str]:
 
 @dataclass(slots=True)
 class _Slot:
+    """`sequence` is that of `record`; -1 where the newest copy could not be read and is tried again."""
+
     number: int
-    raw: bytes
-    alive: bool
-    record: Record
+    record: Record = EMPTY
+    sequence: int = -1
+    alive: bool = False
+
+    @property
+    def is_kv(self) -> bool:
+        return self.record.kind == Kind.KV
+
+    def turn(self, *, alive: bool) -> bool:
+        """Whether it was otherwise."""
+        turned, self.alive = self.alive != alive, alive
+        return turned
+
+    @property
+    def precedence(self) -> tuple[bool, bool]:
+        return not self.alive, not self.is_kv
+
+
+@dataclass(slots=True)
+class _Group:
+    """The slots of one row: the one that is shown, and those whose leases are the rest of it."""
+
+    key: PoolKey
+    name: str
+    first: _Slot
+    others: list[_Slot]
+    row: RankRow | None = None
+
+    def current(self) -> RankRow:
+        other_bytes = sum(slot.record.lease_bytes for slot in self.others)
+        row = self.row
+        if row is None or row.record is not self.first.record or row.other_bytes != other_bytes:
+            row = self.row = RankRow(self.key, self.name, self.first.alive, self.first.record, other_bytes)
+        return row
 
 
 class _CardReader:
@@ -136,91 +181,114 @@ class _CardReader:
         self._forget()
 
     def _forget(self) -> None:
-        self._slots: dict[int, _Slot] = {}
         self._header: Header | None = None
+        self._slots: list[_Slot] = []
+        self._groups: list[_Group] = []
+        self._sequences: Struct = Struct("")
         self._last: CardSample | None = None
 
-    def read(self) -> CardSample | None:
+    def read(self, thorough: bool) -> CardSample | None:
         """None for a file that went away just now."""
         try:
-            return self._read(self._current())
+            return self._read(self._current(thorough), thorough)
         except FileNotFoundError:
             return None
         except (Damaged, OSError) as error:
             self._segment = None
             return CardSample(self._path.stem, "", problem=str(error))
 
-    def _current(self) -> Segment:
-        if self._segment is None or not self._segment.is_current():
+    def _current(self, thorough: bool) -> Segment:
+        if self._segment is None or (thorough and not self._segment.is_current()):
             self._segment = open_existing(self._path)
             self._forget()
         return self._segment
 
-    def _read(self, segment: Segment) -> CardSample:
+    def _read(self, segment: Segment, thorough: bool) -> CardSample:
         header = segment.header()
-        size = header.high_slots * header.slot_bytes
+        if header is not self._header:
+            self._adopt(header)
+        size = self._sequences.size
         raw = os.pread(segment.file.fd, size, header.header_bytes).ljust(size, b"\0")
-        changed = [slot for slot in range(header.high_slots) if self._update(segment, header, slot, raw)]
-        if self._last is None or changed or header is not self._header:
-            self._header = header
-            self._last = _summary(header, self._slots.values())
+        changed, moved = self._look_again(segment, header, raw, thorough)
+        if moved:
+            self._groups = _grouped(header.uuid, self._slots)
+        if self._last is None or changed or moved:
+            self._last = _summary(header, self._slots, tuple(group.current() for group in self._groups))
         return self._last
 
-    def _update(self, segment: Segment, header: Header, slot: int, raw: bytes) -> bool:
-        """Whether the slot, or its process's life, is another than at the last look."""
-        start = slot * header.slot_bytes
-        part = raw[start : start + header.slot_bytes]
-        known = self._slots.get(slot)
-        record = known.record if known is not None and known.raw == part else _decode(segment, header, slot, part)
-        alive = record.kind != Kind.NONE and segment.file.is_locked(slot_byte(slot))
-        if known is not None and known.record is record and known.alive == alive:
-            return False
-        self._slots[slot] = _Slot(slot, part, alive, record)
-        return True
+    def _adopt(self, header: Header) -> None:
+        """Of each slot two sequence numbers are looked at, one in each copy; they alone tell what was written since the last look."""
+        half = header.slot_bytes // 2
+        copy = f"{_SEQUENCE_AT}xQ{half - _SEQUENCE_AT - 8}x"
+        self._sequences = Struct("<" + 2 * header.high_slots * copy)
+        self._slots = [*self._slots[: header.high_slots], *map(_Slot, range(len(self._slots), header.high_slots))]
+        self._header, self._last = header, None
+
+    def _look_again(self, segment: Segment, header: Header, raw: bytes, thorough: bool) -> tuple[bool, bool]:
+        """Whether any slot changed, and whether any changed the row in which it stands."""
+        changed = moved = False
+        numbers = iter(self._sequences.unpack(raw))
+        for slot, newest in zip(self._slots, map(max, numbers, numbers), strict=True):
+            if newest != slot.sequence:
+                changed = True
+                moved |= _rewrite(segment, header, slot, newest, raw)
+            elif thorough and slot.record.kind != Kind.NONE:
+                moved |= slot.turn(alive=segment.file.is_locked(slot_byte(slot.number)))
+        return changed, moved
 
 
-def _decode(segment: Segment, header: Header, slot: int, part: bytes) -> Record:
-    record = decode_slot(part, 0, header.slot_bytes)
-    return segment.read_slot(header, slot) if record.kind == Kind.UNREADABLE else record
+def _rewrite(segment: Segment, header: Header, slot: _Slot, newest: int, raw: bytes) -> bool:
+    """An entry that was written since the last look was alive then: the kernel is asked only about those that rest or are new."""
+    former, was_known = slot.record, slot.sequence >= 0
+    record = slot.record = _decode(segment, header, slot.number, raw)
+    slot.sequence = newest if record.sequence == newest else -1
+    lives = (was_known and slot.sequence >= 0) or segment.file.is_locked(slot_byte(slot.number))
+    turned = slot.turn(alive=record.kind != Kind.NONE and lives)
+    return turned or _place(record) != _place(former)
 
 
-def _summary(header: Header, slots: Iterable[_Slot]) -> CardSample:
-    used = [slot for slot in slots if slot.record.kind != Kind.NONE]
-    live = [slot.record for slot in used if slot.alive]
+def _place(record: Record) -> tuple[object, ...]:
+    """What decides in which row a slot stands, and what the row is called."""
+    return record.kind, record.rank, record.instance, record.name
+
+
+def _decode(segment: Segment, header: Header, number: int, raw: bytes) -> Record:
+    record = decode_slot(raw, number * header.slot_bytes, header.slot_bytes)
+    return segment.read_slot(header, number) if record.kind == Kind.UNREADABLE else record
+
+
+def _grouped(uuid: str, slots: list[_Slot]) -> list[_Group]:
+    """KV and other memory of one rank make one row; a live entry hides the dead one that it replaces."""
+    groups: dict[PoolKey, _Group] = {}
+    for slot in sorted((slot for slot in slots if slot.record.kind != Kind.NONE), key=lambda slot: slot.precedence):
+        key = (uuid, plain(text_of(slot.record.instance)) or f"slot {slot.number}", slot.record.rank)
+        group = groups.get(key)
+        if group is None:
+            groups[key] = _Group(key, plain(text_of(slot.record.name)), slot, [] if slot.is_kv else [slot])
+        elif slot.alive == group.first.alive and not slot.is_kv:
+            group.others.append(slot)
+    return [groups[key] for key in sorted(groups)]
+
+
+def _summary(header: Header, slots: list[_Slot], rows: tuple[RankRow, ...]) -> CardSample:
+    live = [slot.record for slot in slots if slot.alive]
     kv = [record for record in live if record.kind == Kind.KV]
+    leased_bytes = sum(record.lease_bytes for record in live)
     return CardSample(
         uuid=header.uuid,
         name=plain(header.name),
         total_bytes=header.total_bytes,
         budget_bytes=header.budget_bytes,
-        leased_bytes=sum(record.lease_bytes for record in live),
-        other_bytes=sum(record.lease_bytes for record in live if record.kind != Kind.KV),
+        leased_bytes=leased_bytes,
+        other_bytes=leased_bytes - sum(record.lease_bytes for record in kv),
         over_bytes=over_bytes(live, header.budget_bytes),
         short_bytes=short_bytes(live, header.budget_bytes),
         mapped_bytes=sum(record.mapped_bytes for record in kv),
         owned_bytes=sum(record.owned_bytes for record in kv),
         cached_bytes=sum(record.cached_bytes for record in kv),
         settled_at_ns=header.settled_at_ns,
-        rows=_rows(header.uuid, used),
+        rows=rows,
     )
-
-
-def _rows(uuid: str, used: list[_Slot]) -> tuple[RankRow, ...]:
-    """KV and other memory of one rank make one row; a live entry hides the dead one that it replaces."""
-    rows: dict[PoolKey, RankRow] = {}
-    for slot in sorted(used, key=_precedence):
-        key = (uuid, plain(text_of(slot.record.instance)) or f"slot {slot.number}", slot.record.rank)
-        first = rows.get(key)
-        if first is None:
-            other_bytes = 0 if slot.record.kind == Kind.KV else slot.record.lease_bytes
-            rows[key] = RankRow(key, plain(text_of(slot.record.name)), slot.alive, slot.record, other_bytes)
-        elif slot.alive == first.alive and slot.record.kind != Kind.KV:
-            rows[key] = RankRow(key, first.name, first.alive, first.record, first.other_bytes + slot.record.lease_bytes)
-    return tuple(rows[key] for key in sorted(rows))
-
-
-def _precedence(slot: _Slot) -> tuple[bool, bool]:
-    return not slot.alive, slot.record.kind != Kind.KV
 
 
 _HIDDEN: Final = "?"
