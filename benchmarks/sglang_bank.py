@@ -116,10 +116,9 @@ def measure(card_name: str, slots: int, rounds: int) -> dict[str, object]:
     device = torch.device("cuda", 0) if card_name.startswith("cuda") else torch.device("cpu")
     result: dict[str, object] = {"card": card_name, "slots": slots}
     with tempfile.TemporaryDirectory() as folder:
-        host = {} if device.type == "cuda" else {"host_capacity_bytes": 16 << 30, "host_dir": Path(folder) / "host"}
-        block_bytes = SLOT_BYTES if device.type == "cuda" else 4096
+        host = {} if device.type == "cuda" else {"host_capacity_bytes": 16 << 30, "host_dir": Path(folder) / "host"}  # never touched
         settings = {"run_dir": Path(folder) / "run", "prealloc_enabled": False, "idle_trim_s": 3600, **host}
-        with kvcached.open_card(card_name, **settings) as card, card.open_pool("bank", block_bytes=block_bytes, blocks=SLOTS) as pool:
+        with kvcached.open_card(card_name, **settings) as card, card.open_pool("bank", block_bytes=SLOT_BYTES, blocks=SLOTS) as pool:
             bank = bank_on(pool._pool, 1, device)
             result["blocks_a_page"] = bank.pool.geometry.max_blocks_per_page
             with bank.pool.lock:

@@ -388,6 +388,25 @@ def test_a_reserve_does_not_wait_for_pages_on_their_way_out(port):
     port.release()
 
 
+def test_sets_are_taken_and_given_as_ranges_are(port):
+    pool = make(port, limit_pages=2)
+    assert pool.take_sets(6) == ([(0, 6)], [])  # maps pages
+    assert port.mapped == {0, 1}
+    pool.give_sets([(0, 0b0101), (1, 0b0001)])
+    with pytest.raises(PoolExhausted):
+        pool.take_sets(6)
+    assert pool.take_sets(5) == ([], [(1, 0b1101), (0, 0b0101)])
+    must_be_consistent(pool)
+    low = []
+    pool.low_mark_pages, pool.on_low = 1, lambda: low.append(1)
+    pool.give_sets([(0, 0b1111)])
+    assert pool.take_sets(2) == ([(0, 2)], [])
+    assert low == [1]
+    pool.close()
+    with pytest.raises(Misuse, match="closed"):
+        pool.take_sets(1)
+
+
 def test_a_closed_pool_refuses_and_a_second_close_does_nothing(port):
     pool = make(port)
     pool.close()

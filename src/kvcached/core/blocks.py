@@ -97,6 +97,51 @@ def take_from(table: PageTable, page: int, blocks: int, ranges: list[BlockRange]
     return blocks
 
 
+def lowest(blocks: int, number: int) -> int:
+    """The `number` lowest of a set that has at least as many."""
+    low, high = number - 1, blocks.bit_length()  # the set below `high` has enough, below `low` too few
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if (blocks & ((1 << middle) - 1)).bit_count() >= number:
+            high = middle
+        else:
+            low = middle
+    return blocks & ((1 << high) - 1)
+
+
+def take_set(table: PageTable, page: int, blocks: int, ranges: list[BlockRange], pieces: list[Piece]) -> int:
+    """As `take_from`, as one range where they are neighbours, else as a set."""
+    holes = table.frees[page]
+    taken = holes if blocks >= table.counts[page] else lowest(holes, blocks)
+    low, number = taken & -taken, taken.bit_count()
+    if taken & (taken + low):
+        pieces.append((page, taken))
+    else:
+        ranges.append((table.starts[page] + low.bit_length() - 1, number))
+    table.open(page)
+    own(table, page, taken)
+    return number
+
+
+def drain(table: PageTable, blocks: int, pieces: list[Piece]) -> int:
+    """Own all free blocks of the roomiest pages, while more than a page is missing of `blocks`. Returns how many.
+
+    As `take_set` on one page after the other, when there are enough blocks and no empty page.
+    """
+    owned, frees, counts = table.owned, table.frees, table.counts
+    rest = blocks
+    while rest >= table.page_limit:
+        page = table.roomiest()
+        table.open(page)
+        holes = frees[page]
+        pieces.append((page, holes))
+        owned[page] |= holes
+        rest -= counts[page]
+        frees[page] = counts[page] = 0
+    table.available -= blocks - rest
+    return blocks - rest
+
+
 def take_row(table: PageTable, first: int, pages: int, ranges: list[BlockRange]) -> int:
     """Own all blocks of up to `pages` adjacent empty pages in one state, from `first` on. Returns the blocks owned.
 
@@ -186,6 +231,22 @@ def disown(table: PageTable, ranges: Iterable[BlockRange]) -> list[Piece]:
     return done
 
 
+def disown_sets(table: PageTable, pieces: Sequence[Piece]) -> None:
+    """Take the blocks out of the sets of owned ones. Raises `Misuse` for one that is not owned or is named twice; nothing has changed."""
+    owned = table.owned
+    done = 0
+    try:
+        for page, blocks in pieces:
+            if not (0 <= page < table.none and blocks > 0 == blocks & ~owned[page]):
+                _refuse_set(table, page, blocks)
+            owned[page] ^= blocks
+            done += 1
+    except Misuse:
+        for page, blocks in pieces[:done]:
+            owned[page] |= blocks
+        raise
+
+
 def _disown_range(table: PageTable, first: int, blocks: int, done: list[Piece]) -> None:
     """Any range, page by page."""
     if blocks < 1:
@@ -230,7 +291,14 @@ def _require_id(table: PageTable, block: int) -> None:
         raise Misuse(f"block {block} is not a block of this pool (0 to {table.geometry.num_blocks - 1})")
 
 
+def _refuse_set(table: PageTable, page: int, blocks: int) -> NoReturn:
+    if not 0 <= page < table.none or blocks < 1:
+        raise Misuse(f"({page}, {blocks:#x}) is not a set of blocks on a page")
+    _refuse(table, page, blocks & ~table.owned[page], "not owned, or it is named twice; it cannot be given")
+
+
 def _refuse(table: PageTable, page: int, wrong: int, why: str) -> NoReturn:
     """Raise for the lowest block of the set `wrong`."""
     block = table.starts[page] + (wrong & -wrong).bit_length() - 1
+    _require_id(table, block)
     raise Misuse(f"block {block} is {state_of(table, block).value}, {why}")

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING
 from kvcached.core.blocks import (
     BlockRange,
     BlockState,
+    Piece,
     disown,
+    disown_sets,
+    drain,
     free,
     give_row,
     joined,
@@ -22,6 +25,7 @@ from kvcached.core.blocks import (
     state_of,
     take_from,
     take_row,
+    take_set,
 )
 from kvcached.core.limits import LimitChange, LimitOutcome
 from kvcached.core.pages import PageTable
@@ -94,16 +98,36 @@ class Ledger:
         table = self._table
         ranges: list[BlockRange] = []
         while blocks:
-            page = table.best_fit(blocks) if blocks < table.page_limit else table.none
-            if page == table.none:
-                page = table.empty_page()
-                if blocks >= 2 * table.bpp > 0 and page < table.whole_pages:
-                    blocks -= take_row(table, page, blocks // table.bpp, ranges)
-                    continue
-            if page == table.none:
-                page = table.roomiest()
-            blocks -= take_from(table, page, blocks, ranges)
+            page = table.page_for(blocks)
+            if blocks >= 2 * table.bpp > 0 and page < table.whole_pages and table.states[page] != USED:
+                blocks -= take_row(table, page, blocks // table.bpp, ranges)
+            else:
+                blocks -= take_from(table, page, blocks, ranges)
         return ranges if len(ranges) == 1 else joined(ranges)
+
+    def take_sets(self, blocks: int) -> tuple[list[BlockRange], list[Piece]] | None:
+        """The blocks that `take` would take: as ranges where they are neighbours, and for each other page the set of its blocks.
+
+        For many blocks in about as many places, which would be as many ranges.
+        """
+        table = self._table
+        if blocks > table.available:
+            return None
+        if blocks < 0:
+            raise Misuse(f"{blocks} blocks cannot be taken")
+        if blocks == table.page_limit == table.counts[table.open_page] and (whole := self.take(blocks)) is not None:
+            return whole, []
+        ranges: list[BlockRange] = []
+        pieces: list[Piece] = []
+        while blocks:
+            page = table.page_for(blocks)
+            if table.states[page] == USED and blocks >= table.page_limit:
+                blocks -= drain(table, blocks, pieces)
+            elif blocks >= 2 * table.bpp > 0 and page < table.whole_pages and table.states[page] != USED:
+                blocks -= take_row(table, page, blocks // table.bpp, ranges)
+            else:
+                blocks -= take_set(table, page, blocks, ranges, pieces)
+        return ranges if len(ranges) == 1 else joined(ranges), pieces
 
     def take_ids(self, ids: Sequence[int]) -> bool:
         """Exactly these free blocks become owned; False, and nothing changed, when one is not free on a mapped page."""
@@ -142,6 +166,17 @@ class Ledger:
                     return
         for page, given in disown(table, ranges):
             free(table, page, given, given.bit_count(), marker)
+
+    def give_sets(self, pieces: Sequence[Piece], marker: int) -> None:
+        """As `give`, of each page the set of its blocks."""
+        table = self._table
+        disown_sets(table, pieces)
+        for page, given in pieces:
+            free(table, page, given, given.bit_count(), marker)
+
+    def owned_sets(self) -> list[Piece]:
+        """All owned blocks, page by page."""
+        return [(page, owned) for page, owned in enumerate(self._table.owned) if owned]
 
     def advance(self, completed_marker: int) -> int:
         """All work up to this step has finished: pages that retired by then are parked. Returns how many."""
@@ -314,4 +349,4 @@ class Ledger:
         return page_reports(self._table)
 
 
-__all__ = ["BlockRange", "BlockState", "GrowPlan", "Ledger", "PageReport", "PageState", "PoolCounts", "ShrinkPlan"]
+__all__ = ["BlockRange", "BlockState", "GrowPlan", "Ledger", "PageReport", "PageState", "Piece", "PoolCounts", "ShrinkPlan"]

@@ -152,6 +152,13 @@ class PageTable:
             window ^= 1 << count
         return self.open_page
 
+    def page_for(self, blocks: int) -> int:
+        """The page that a take of `blocks` goes to next. There are enough free ones."""
+        page = self.best_fit(blocks) if blocks < self.page_limit else self.none
+        if page == self.none:
+            page = self.empty_page()
+        return self.roomiest() if page == self.none else page
+
     def _head(self, count: int) -> int:
         """The lowest page with `count` free blocks, or `none`; drops outdated entries on the way."""
         heap, counts = self.buckets[count], self.counts

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from kvcached.core.report import PoolCounts
 
 Ranges = list[tuple[int, int]]
+Sets = list[tuple[int, int]]
+"""(page, set of its blocks: bit i is the page's i-th)."""
 NOTHING_IN_FLIGHT: Final = NO_MARKER
 """The marker of a give behind which no work was queued."""
 
@@ -133,6 +135,16 @@ class Pool:
                 self.on_low()
             return ranges
 
+    def take_sets(self, blocks: int) -> tuple[Ranges, Sets]:
+        """As `take`, in ranges and in sets of blocks on a page."""
+        with self.lock:
+            taken = None if self._work.refusing else self._ledger.take_sets(blocks)
+            if taken is None:
+                return self._take_cold(blocks, None), []
+            if self._ledger.parked_pages < self.low_mark_pages and self.on_low is not None:
+                self.on_low()
+            return taken
+
     def _take_cold(self, blocks: int, ranges: Ranges | None) -> Ranges:
         """Grow, then evict what is cached here; others are pressed only when that would not be enough."""
         if ranges is not None:
@@ -171,6 +183,11 @@ class Pool:
         """Owned blocks become free. `marker`: the engine's last scheduled step, which may still read them."""
         with self.lock:
             self._ledger.give(ranges, marker)
+
+    def give_sets(self, pieces: Sets, marker: int = NOTHING_IN_FLIGHT) -> None:
+        """As `give`, of each page the set of its blocks."""
+        with self.lock:
+            self._ledger.give_sets(pieces, marker)
 
     def give_cached(self, ids: Sequence[int], marker: int, last_use: int) -> None:
         """Owned blocks become cached: their contents stay until they are evicted."""

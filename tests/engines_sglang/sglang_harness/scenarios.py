@@ -372,12 +372,15 @@ def books(release: Release, case: Case) -> dict[str, Any]:
             assert bank.problems() == []
         must_be_consistent(pool)
         assert misses > 10
-        try:
-            bank.give(torch.tensor([(set(range(1, 257)) - set(mine)).pop()]))
-        except InvariantBroken:
-            bank.out_pages += 1
-            bank.arriving_pages = 0
-        else:
-            raise AssertionError("a page was given back twice")
+        free = sorted(set(range(1, 257)) - set(mine))
+        for wrong in ([free[0]], [free[0], free[-1]], [0], [0, mine[0]], [mine[0], mine[0]], [mine[0], 257], [mine[0], -1]):
+            try:
+                bank.give(torch.tensor(wrong))
+            except InvariantBroken:
+                bank.out_pages += len(wrong)
+                bank.arriving_pages = 0
+                assert bank.problems() == []
+            else:
+                raise AssertionError(f"{wrong} was taken back")
         bank.clear()
         return {"steps": 2000, "owned": pool.counts().owned_blocks}

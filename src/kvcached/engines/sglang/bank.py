@@ -8,18 +8,20 @@ copied into pinned memory, and count as free for the pool when that copy has fin
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import numpy as np
 import torch
 
-from kvcached.errors import InvariantBroken
+from kvcached.engines.sglang.page_sets import PageSets, row_of
+from kvcached.errors import InvariantBroken, Misuse
 from kvcached.runtime.pool import NOTHING_IN_FLIGHT
 
 if TYPE_CHECKING:
-    from kvcached.runtime.pool import Pool, Ranges
+    from kvcached.engines.sglang.page_sets import Ids
+    from kvcached.runtime.pool import Pool, Sets
 
-    Ids = np.ndarray[Any, np.dtype[np.int64]]
+_PADDING: Final = 1
+"""The set of block 0 on page 0."""
 
 
 class Arrival(NamedTuple):
@@ -45,7 +47,7 @@ class PageBank:
         self.arriving_pages = 0
         self.marker = NOTHING_IN_FLIGHT
         self._device = device
-        self._owned: Any = np.zeros(pool.geometry.num_blocks, dtype=np.bool_)
+        self._sets = PageSets(pool.geometry)
         self._arrivals: deque[Arrival] = deque()
 
     # ------------------------------------------------------------------ ids out
@@ -55,15 +57,18 @@ class PageBank:
         self.settle()
         if not pages:
             return torch.empty(0, dtype=torch.int64, device=self._device)
-        ranges = self.pool.take(pages)
+        ranges, sets = self.pool.take_sets(pages)
         self.out_pages += pages
-        for first, count in ranges:
-            self._owned[first : first + count] = True
-        if len(ranges) == 1:
-            first, count = ranges[0]
-            return torch.arange(first, first + count, dtype=torch.int64, device=self._device)
-        ids = torch.from_numpy(_ids_of(ranges, pages))
-        return ids if self._device.type == "cpu" else ids.pin_memory().to(self._device, non_blocking=True)
+        if len(ranges) == 1 and not sets:
+            return self._neighbours(*ranges[0])
+        ids = self._sets.ids_of(ranges, sets)
+        if not self.arrives_late:
+            return torch.from_numpy(ids)
+        row = row_of(ids)
+        return torch.from_numpy(ids).pin_memory().to(self._device, non_blocking=True) if row is None else self._neighbours(*row)
+
+    def _neighbours(self, first: int, count: int) -> torch.Tensor:
+        return torch.arange(first, first + count, dtype=torch.int64, device=self._device)
 
     # ------------------------------------------------------------------ ids back
 
@@ -102,25 +107,36 @@ class PageBank:
 
     def _arrive(self, arrival: Arrival) -> None:
         ids: Ids = arrival.ids.numpy()
+        row = None if arrival.per_slot else row_of(ids)
+        sets = self._sets.sets_of(ids, times=self.page_slots if arrival.per_slot else 1) if row is None else []
         if arrival.per_slot:
-            ids = np.unique(ids // self.page_slots)
-            self.out_pages -= len(ids)
+            self.out_pages -= sum([blocks.bit_count() for _, blocks in sets])
         else:
-            ids = ids if (ids[1:] > ids[:-1]).all() else np.sort(ids)  # most often they come in order
             self.arriving_pages -= len(ids)
-        if not self._owned[ids].all():
-            raise InvariantBroken(f"SGLang gave pages back that it does not own: {ids[~self._owned[ids]][:8].tolist()} ...")
-        self._owned[ids] = False
-        self.pool.give(_ranges_of(ids), arrival.marker)
+        try:
+            self._give(row, sets, arrival.marker)
+        except Misuse as error:
+            raise InvariantBroken(f"SGLang gave pages back that it does not own: {error}") from error
+
+    def _give(self, row: tuple[int, int] | None, sets: Sets, marker: int) -> None:
+        lowest = row[0] if row else sets[0][0] or not sets[0][1] & _PADDING
+        if lowest == 0:
+            raise Misuse("block 0 is SGLang's padding page")
+        if row is not None:
+            self.pool.give([row], marker)
+        else:
+            self.pool.give_sets(sets, marker)
 
     def clear(self) -> None:
         """Everything comes back, whoever has it."""
         self.settle(wait=True)
-        ids = np.flatnonzero(self._owned)
-        if len(ids):
-            self._owned[:] = False
-            self.pool.give(_ranges_of(ids), self.marker)
+        self.pool.give_sets(self._out_sets(), self.marker)
         self.out_pages = 0
+
+    def _out_sets(self) -> Sets:
+        """What SGLang owns: all but the padding page."""
+        pieces = self.pool.ledger.owned_sets()
+        return [(page, out) for page, owned in pieces if (out := owned if page else owned & ~_PADDING)]
 
     # ------------------------------------------------------------------ sight
 
@@ -142,18 +158,17 @@ class PageBank:
     def free_ids(self) -> torch.Tensor:
         """All ids that SGLang does not own, for its own checks."""
         self.settle(wait=True)
-        free = ~self._owned
+        out = torch.from_numpy(self._sets.ids_of([], self._out_sets()))
+        free = torch.ones(self.capacity_pages + 1, dtype=torch.bool)
         free[0] = False
-        return torch.from_numpy(np.flatnonzero(free)).to(self._device)
+        free[out] = False
+        return free.nonzero().reshape(-1).to(self._device)
 
     def problems(self) -> list[str]:
         """What is wrong with the books, in words; usually nothing."""
-        owned = int(self._owned.sum()) - self.arriving_pages
-        ledger_owned = self.pool.counts().owned_blocks - self.pool.standing_blocks
-        found = [] if owned == self.out_pages else [f"{self.out_pages} pages are counted as handed out, {owned} are marked"]
-        if int(self._owned.sum()) != ledger_owned:
-            found.append(f"{int(self._owned.sum())} pages are marked as handed out, the ledger knows {ledger_owned}")
-        return found
+        owned = self.pool.counts().owned_blocks - self.pool.standing_blocks
+        counted = self.out_pages + self.arriving_pages
+        return [] if owned == counted else [f"{counted} pages are counted as handed out, the ledger knows {owned}"]
 
 
 def copy_to_host(ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -163,18 +178,3 @@ def copy_to_host(ids: torch.Tensor) -> tuple[torch.Tensor, Any]:
     event = torch.cuda.Event()
     event.record()
     return host, event
-
-
-def _ids_of(ranges: Ranges, total: int) -> Ids:
-    firsts, counts = np.array(ranges, dtype=np.int64).T
-    ends = counts.cumsum()
-    ids: Ids = np.arange(total, dtype=np.int64) + np.repeat(firsts - ends + counts, counts)
-    return ids
-
-
-def _ranges_of(ids: Ids) -> Ranges:
-    """Ascending ids as (first, count)."""
-    cuts: Ids = np.flatnonzero(np.diff(ids) != 1) + 1
-    firsts = ids[np.concatenate(([0], cuts))]
-    counts = np.diff(np.concatenate(([0], cuts, [len(ids)])))
-    return list(zip(firsts.tolist(), counts.tolist(), strict=True))
