@@ -6,10 +6,10 @@ RUN := $(VENV)/bin/python
 ENGINES := .venv-engines .venv-sglang
 # What the demo is asked for decides what it needs.
 DEMO_NEEDS := $(if $(filter sglang --engine=sglang,$(ARGS)),sglang-demo,$(if $(filter both --engine=both,$(ARGS)),engines-demo sglang-demo,engines-demo))
-SGLANG_E2E := tests/e2e/test_both_engines.py tests/e2e/test_sglang_crowd.py tests/e2e/test_demo.py::test_an_engine_of_each_kind_answers_on_that_card
+ENGINE_TESTS := tests/engines tests/engines_sglang tests/e2e -n 2 --dist loadgroup --no-loadscope-reorder
 SOURCES := $(shell find native/src native/include native/CMakeLists.txt pyproject.toml scripts/setup_dev.sh -type f 2>/dev/null)
 
-.PHONY: help setup engines engines-demo sglang sglang-demo check test-core test-engines test-sglang test demo bench clean
+.PHONY: help setup engines engines-demo sglang sglang-demo environments check test-core test-engines test-sglang test test-full demo bench clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -32,6 +32,10 @@ sglang: setup  ## the SGLang environment: torch (CPU), four versions of SGLang, 
 sglang-demo: setup  ## what the demo needs of it: the newest SGLang and SmolLM2
 	@$(PYTHON) scripts/setup_sglang.py --only-demo
 
+environments: setup
+	@$(PYTHON) scripts/setup_engines.py
+	@$(PYTHON) scripts/setup_sglang.py
+
 check: setup  ## format, lint, types, import contracts
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
@@ -41,13 +45,19 @@ check: setup  ## format, lint, types, import contracts
 test-core: setup  ## unit, stateful, fault, contract and process tests, without an engine
 	$(RUN) -m pytest tests/unit tests/stateful tests/faults tests/contract tests/process
 
-test-engines: engines  ## the tests on real engines
-	$(RUN) -m pytest tests/engines tests/e2e -n 2 --dist loadgroup
+test-engines: environments  ## the tests on real engines: vLLM, SGLang, both on one card, the demo
+	$(RUN) -m pytest $(ENGINE_TESTS)
 
-test-sglang: sglang engines-demo  ## the tests on real SGLang, alone and beside vLLM
-	$(RUN) -m pytest tests/engines_sglang $(SGLANG_E2E) -n 2 --dist loadgroup
+test-sglang: sglang  ## those of them on SGLang alone
+	$(RUN) -m pytest tests/engines_sglang tests/e2e/test_sglang_crowd.py -n 2 --dist loadgroup --no-loadscope-reorder
 
-test: check test-core test-engines  ## everything
+test: check  ## what CI runs: everything, but what only repeats on more releases or for longer
+	@$(MAKE) --no-print-directory -j 2 test-core environments
+	$(RUN) -m pytest $(ENGINE_TESTS)
+
+test-full: check  ## everything
+	@$(MAKE) --no-print-directory -j 2 test-core environments
+	$(RUN) -m pytest $(ENGINE_TESTS) --full
 
 demo: $(DEMO_NEEDS)  ## two real engines with one small card: answers, a live table, a picture (ARGS=--help shows options)
 	$(RUN) -m examples.demo $(ARGS)

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two tiers: what `make test` runs, and what `make test-full` runs besides (`--full`)."""
+
+from __future__ import annotations
+
+import pytest
+
+# Those of one group run one after another in one process. The longest first, so that both processes are busy to the end.
+LONGEST_GROUPS = ("0.5.23", "two_engines", "demo", "test_vllm_serve", "test_sglang_ranks", "test_vllm_ranks", "both_engines", "0.32.0")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also what only repeats on more releases, or for longer, what the others show")
+
+
+@pytest.fixture(scope="session")
+def is_full(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--full"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = [] if config.getoption("--full") else [item for item in items if item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = sorted((item for item in items if item not in left_out), key=place_of)
+
+
+def place_of(item: pytest.Item) -> int:
+    group = next((mark.args[0] for mark in item.iter_markers("xdist_group")), "")
+    return LONGEST_GROUPS.index(group) if group in LONGEST_GROUPS else len(LONGEST_GROUPS)
