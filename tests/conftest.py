@@ -22,6 +22,9 @@ def is_full(request: pytest.FixtureRequest) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = [] if config.getoption("--full") else [item for item in items if item.get_closest_marker("full")]
     config.hook.pytest_deselected(items=left_out)
+    ungrouped = [item.nodeid for item in items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid]
+    if ungrouped and config.getoption("loadgroup", False):  # in a process of xdist's
+        raise pytest.UsageError(f"xdist does not see the groups, so that each process would start every engine: {ungrouped[:3]}")
     items[:] = sorted((item for item in items if item not in left_out), key=place_of)
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from harness.cases import Case
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/engines" in str(item.path):
@@ -28,7 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def group_of(item: pytest.Item) -> str:
     """Tests of one group run in one process: those that look at the same engines' results."""
     file = item.path.stem
-    if file in ("test_vllm_ranks", "test_vllm_ray", "test_vllm_serve"):
+    if file in ("test_vllm_ranks", "test_vllm_ray"):
+        return "test_vllm_ranks"
+    if file == "test_vllm_serve":
         return file
     callspec = getattr(item, "callspec", None)
     return str(callspec.params.get("version", file)) if callspec else file

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sglang_harness.cases import Batch
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/engines_sglang" in str(item.path):
