@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "tests/engines_sglang" in str(item.path):
+        if "tests/engines_sglang/" in str(item.path):
             item.add_marker(pytest.mark.engine)
             item.add_marker(pytest.mark.timeout(3_600))  # a release's first test runs all of its cases
             item.add_marker(pytest.mark.xdist_group(group_of(item)))
