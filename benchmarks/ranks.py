@@ -127,7 +127,7 @@ class Bench:
             keeper.start()
             running, made_s, mapped_s, step = deque[tuple[int, Any]](), 0.0, [], 0
             while requests or running:
-                step += 1
+                waited.step = step = step + 1
                 start = time.perf_counter()
                 with pool.lock:
                     while running and running[0][0] + 16 <= step:
@@ -140,11 +140,13 @@ class Bench:
                 mapped_s.append(max(child.ask("timed_step", step, ops) for child in children))
                 pool.advance(step)
             keeper.stop()
+        last = max(waited.waits, default=0)
         asked = f"{waited.urgent} maps that a step needed, credit for {ahead_pages} pages ahead"
-        text = f"waits for credit, {ranks} ranks, {step} steps, {asked}: {waited.waits}"
+        text = f"waits for credit, {ranks} ranks, {step} steps, {asked}: {len(waited.waits)}, the last at step {last}"
         slowest_us = round(statistics.median(mapped_s) * 1e6, 1)
         print(f"{text}; making the steps took {made_s * 1e3:.1f} ms in all, their maps {slowest_us} us on the slowest rank (median)")
-        self.rows.append({"name": text, "waits": waited.waits, "made_ms": round(made_s * 1e3, 1), "maps_us": slowest_us})
+        row = {"waits": len(waited.waits), "last_at_step": last, "made_ms": round(made_s * 1e3, 1), "maps_us": slowest_us}
+        self.rows.append({"name": text, **row})
 
     def kills(self, rounds: int) -> None:
         card = OpenCard.open(self.place.settings(), "host:0")
@@ -191,12 +193,14 @@ class Bench:
 
 
 class _CountsWaits:
-    """The group as its pool sees it. `urgent`: maps that a step needed; `waits`: of these had to wait for the ranks."""
+    """The group as its pool sees it. `urgent`: maps that a step needed; `waits`: the steps, by number, at which one of these had to wait
+    for the ranks."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
         self.urgent = 0
-        self.waits = 0
+        self.waits: list[int] = []
+        self.step = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
@@ -204,7 +208,8 @@ class _CountsWaits:
     def map(self, runs: Any, *, urgent: bool) -> Future[Outcome]:
         future = self._group.map(runs, urgent=urgent)
         self.urgent += urgent
-        self.waits += urgent and not future.done()
+        if urgent and not future.done():
+            self.waits.append(self.step)
         return future
 
 
