@@ -54,7 +54,7 @@ class Setup(NamedTuple):
 
 COMMON_ARGUMENTS = {
     "load_format": "dummy", "skip_tokenizer_init": True, "random_seed": 0, "sampling_backend": "pytorch", "grammar_backend": "none",
-    "disable_cuda_graph": True, "log_level": "warning",
+    "disable_cuda_graph": True,
 }  # fmt: skip
 GPU = Setup(
     model=MODEL,
@@ -102,9 +102,11 @@ class Comparison:
         self.setup = CPU if arguments.cpu else GPU
         self.folder = folder
         self.pairs: int = arguments.pairs
+        self.chosen = bool(arguments.load)
         self.output: Path | None = arguments.json
         self.deadline = time.monotonic() + arguments.deadline_s
-        self.settings = {"page_size": arguments.page_size, "disable_radix_cache": not arguments.radix}
+        self.settings = {"page_size": arguments.page_size, "disable_radix_cache": not arguments.radix, "log_level": arguments.log_level}
+        self.loads = [load for load in self.setup.loads if not arguments.load or any(word in load.name for word in arguments.load)]
         self.logs: Path = arguments.logs or (self.output.parent if self.output else folder)
         self.found: dict[str, object] = {"settings": self.settings, "loads": {}}
         self.engines: list[Child] = []
@@ -207,8 +209,8 @@ class Comparison:
         self.note(elastic_flushed=answer, leases_gib_flushed=self.watch.leases_gib(), elastic_idle=self.engines[1].ask(ROOM_S, do="memory"))
 
     def profile(self) -> None:
-        """Where the schedulers' threads are in the load whose ratio is asked for most."""
-        command = self.command(self.setup.loads[0], 1)
+        """Where the schedulers' threads are in the load that was asked for last, else in the one whose ratio is asked for most."""
+        command = self.command(self.loads[-1 if self.chosen else 0], 1)
         shares = {}
         for engine in self.engines:
             if self.left_s() < 10:
@@ -237,7 +239,7 @@ class Comparison:
     def run(self) -> None:
         self.start_both()
         self.warm_up()
-        first, *rest = self.setup.loads
+        first, *rest = self.loads
         self.compare(first)
         self.flush()
         for load in rest:
@@ -278,6 +280,10 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--radix", action="store_true", help="with the prefix cache")
+    parser.add_argument(
+        "--load", action="append", metavar="WORD", help="only loads with this word in their names; may be given several times"
+    )
+    parser.add_argument("--log-level", default="warning", help="of the engines; info shows each batch")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--deadline-s", type=float, default=500.0, help="measure no longer than this")
     parser.add_argument("--json", type=Path)

@@ -65,8 +65,9 @@ def sample(original, scheduler):
                 time.sleep(0.002)
                 continue
             if counts:
-                with open(folder + "/samples.json", "w") as file:
+                with open(folder + "/samples.new", "w") as file:
                     json.dump(counts, file)
+                os.replace(folder + "/samples.new", folder + "/samples.json")
                 counts.clear()
             time.sleep(0.2)
 
@@ -156,6 +157,7 @@ class Child:
         while not file.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         counts: dict[str, int] = json.loads(file.read_text()) if file.exists() else {}
+        file.unlink(missing_ok=True)
         return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
     def kill(self) -> None:
