@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from typer.testing import CliRunner, Result
@@ -275,6 +275,7 @@ class TestRows:
         assert "MODEL" in wide[0].text
         assert "Qwen3" in wide[2].text
 
+    @settings(deadline=None)
     @given(st.text(max_size=60), st.text(max_size=60), st.integers(72, 200), st.sampled_from(SORTS))
     def test_no_line_is_wider_than_the_screen(self, instance: str, name: str, width: int, sort: str) -> None:
         full = {"mapped_bytes": 1023 * GIB, "owned_bytes": 1 << 62, "floor_bytes": 1023 * MIB, "wanted_bytes": 1023, "quarantined_bytes": 1}
@@ -361,6 +362,7 @@ class TestHistory:
         assert columns([1, 9, 2, 3], count=4, width=2, per_column=2) == [9, 3]
         assert columns([], count=4, width=2, per_column=2) == [0]
 
+    @settings(deadline=None)
     @given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 7), st.integers(1, 20))
     def test_a_column_that_is_full_never_changes(self, values: list[int], per_column: int, width: int) -> None:
         def full(values: list[int], width: int) -> dict[int, int]:

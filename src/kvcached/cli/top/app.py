@@ -70,7 +70,7 @@ class TopApp(App[None]):
     Screen { layout: vertical; overflow: hidden; }
     Lines { height: 1; }
     #table { height: 1fr; }
-    #detail { height: 2; }
+    #detail { height: 3; }
     #graph { height: 4; }
     #message { height: 2; }
     #filter { display: none; height: 1; border: none; }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from kvcached.cli.output import short_size
@@ -21,18 +22,18 @@ _COLORS = ("blue", "good", "cyan", "warn")
 
 
 def describe(sample: Sample, card: CardSample | None, row: RankRow | None, verdicts: Mapping[str, State], width: int) -> list[Line]:
-    """Two lines about the chosen card or rank."""
+    """Who the chosen card or rank is, in one line, and how it is, in at most two."""
     if card is None:
-        return [_line("", width), _line("", width)]
+        return []
     if row is None:
         sizes = f"{format_size(card.leased_bytes)} of {format_size(card.budget_bytes)} leased, {format_size(card.other_bytes)} of it not KV"
-        return [_line(f"card {card.uuid} {card.name}", width, "bold"), _line(card.problem or f"{sizes}; {len(card.rows)} rows", width)]
+        return [_line(f"card {card.uuid} {card.name}", width, "bold"), *_folded(card.problem or f"{sizes}; {len(card.rows)} rows", width)]
     state = state_of(row, card, sample.now_ns, verdicts)
     model = f", model {row.name}" if row.name else ""
     why = state.why or f"lease {format_size(row.record.lease_bytes)}, not KV {format_size(row.other_bytes)}, weight {row.record.weight:g}"
     return [
         _line(f"{row.instance} rank {row.rank}{model}, pid {row.record.pid} on {card.uuid}", width, "bold"),
-        _line(f"{state.word}: {why}", width, state.style if state.why else ""),
+        *_folded(f"{state.word}: {why}", width, state.style if state.why else ""),
     ]
 
 
@@ -49,6 +50,10 @@ def graph(points: Sequence[Point], count: int, width: int, per_column: int, line
         labels: list[Span] = [(" " * _LABEL_CELLS, "")] * (lines - 1) + [(f"{name:<7}{now:>6} ", "")]
         drawn += [Line((label, (f"{bar:>{room}}", _COLORS[at]))) for label, bar in zip(labels, bars, strict=True)]
     return drawn
+
+
+def _folded(text: str, width: int, style: str = "") -> list[Line]:
+    return [_line(part, width, style) for part in textwrap.wrap(text, width, max_lines=2, placeholder=" ...")]
 
 
 def _line(text: str, width: int, style: str = "") -> Line:
