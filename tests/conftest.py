@@ -6,7 +6,10 @@ from __future__ import annotations
 import pytest
 
 # Those of one group run one after another in one process. The longest first, so that both processes are busy to the end.
-LONGEST_GROUPS = ("0.5.23", "two_engines", "demo", "test_vllm_serve", "test_sglang_ranks", "test_vllm_ranks", "both_engines", "0.32.0")
+LONGEST_GROUPS = (
+    *("0.5.23", "two_engines", "demo", "test_vllm_serve", "test_sglang_ranks", "test_vllm_ranks", "both_engines", "sglang_crowd"),
+    *("0.32.0", "test_sglang_serve"),
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,12 +25,23 @@ def is_full(request: pytest.FixtureRequest) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = [] if config.getoption("--full") else [item for item in items if item.get_closest_marker("full")]
     config.hook.pytest_deselected(items=left_out)
-    ungrouped = [item.nodeid for item in items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid]
-    if ungrouped and config.getoption("loadgroup", False):  # in a process of xdist's
-        raise pytest.UsageError(f"xdist does not see the groups, so that each process would start every engine: {ungrouped[:3]}")
     items[:] = sorted((item for item in items if item not in left_out), key=place_of)
+    if config.getoption("loadgroup", False):  # in a process of xdist's
+        require_groups(items)
 
 
 def place_of(item: pytest.Item) -> int:
-    group = next((mark.args[0] for mark in item.iter_markers("xdist_group")), "")
+    group = next(iter(groups_of(item)), "")
     return LONGEST_GROUPS.index(group) if group in LONGEST_GROUPS else len(LONGEST_GROUPS)
+
+
+def groups_of(item: pytest.Item) -> list[str]:
+    return [str(mark.args[0]) for mark in item.iter_markers("xdist_group")]
+
+
+def require_groups(items: list[pytest.Item]) -> None:
+    """Without its group a test starts the engines of its group again, which nobody would notice but by the time it takes."""
+    for item in items:
+        groups = groups_of(item)
+        if len(groups) > 1 or (groups and not item.nodeid.endswith(f"@{groups[0]}")):
+            raise pytest.UsageError(f"xdist does not run {item.nodeid} with the rest of its group {groups}")
