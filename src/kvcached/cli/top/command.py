@@ -46,7 +46,18 @@ def kvtop(
         float | None, typer.Option(min=0.01, help="Seconds to wait for a pool; default: the setting KVCACHED_IPC_TIMEOUT.")
     ] = None,
 ) -> None:
-    """Watch the cards and pools of this machine; `?` shows the keys."""
+    """Watch the cards and pools of this machine, and limit or trim a pool after a question.
+
+    One line for each card and, below it, for each rank of each pool: MAPPED memory, of it USED by running requests, CACHED prefixes and
+    PARKED pages; LIMIT, FLOOR, what it waits for (WANTED), and its STATE. Below them the chosen line in words and its last seconds.
+
+    Keys: arrows choose, s sorts, / filters, g groups, p pauses, l limits, t trims, + and - stretch time, ? explains all, q quits.
+
+    No GPU is needed and no engine is disturbed: the cards' records are read, and only a chosen pool is asked whether it is well.
+    NO_COLOR=1 switches colours off. Without a terminal, or with --once or --json, it looks once and ends.
+
+    Exit codes: 0 shown, 1 the live screen needs textual, 2 usage or a bad setting, 4 the run directory cannot be read.
+    """
     with reporting(as_json):
         settings = load_settings()
         for warning in settings.warnings:
