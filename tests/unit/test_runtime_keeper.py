@@ -102,6 +102,75 @@ def test_surplus_beyond_the_high_mark_goes_and_an_idle_pool_keeps_nothing():
     assert world.port.trims == 1
 
 
+def single_blocks(ranges):
+    return [(block, 1) for first, count in ranges for block in range(first, first + count)]
+
+
+def test_surplus_goes_when_nobody_has_needed_it_for_a_while():
+    world = World(min_reserved_pages=2, max_reserved_pages=4, surplus_s=0.25)
+    kept, *rest = single_blocks(world.pool.take(80))
+    world.ticks(1)
+    world.pool.give(rest)
+    world.ticks(5)
+    assert world.port.mapped >= 20
+    world.ticks(2)
+    assert world.pool.counts().parked_pages <= 4
+    world.pool.give([kept])
+
+
+def test_a_wave_that_needs_the_surplus_again_maps_nothing():
+    world = World(min_reserved_pages=2, max_reserved_pages=4, surplus_s=0.25)
+    kept, *rest = single_blocks(world.pool.take(80))
+    world.ticks(1)
+    maps = world.port.maps
+    for _ in range(4):
+        world.pool.give(rest)
+        world.ticks(3)
+        busy = single_blocks(world.pool.take(79))
+        world.ticks(1)
+        world.pool.give(busy[8:])
+        world.ticks(3)
+        rest = [*busy[:8], *single_blocks(world.pool.take(71))]
+        world.ticks(1)
+    assert world.port.maps <= maps + 1  # the reserve beside it
+    world.pool.give([kept, *rest])
+
+
+def test_what_was_needed_for_a_moment_of_the_while_stays():
+    world = World(min_reserved_pages=2, max_reserved_pages=4, surplus_s=0.25)
+    kept, *rest = single_blocks(world.pool.take(80))
+    world.ticks(1)
+    world.pool.give(rest)
+    world.ticks(2)
+    mapped = world.port.mapped
+    busy = world.pool.take(40)
+    world.ticks(1)
+    world.pool.give(busy)
+    world.ticks(4)
+    assert mapped - 10 <= world.port.mapped < mapped
+    world.pool.give([kept])
+
+
+def test_takes_do_not_wake_the_keeper_of_a_pool_that_can_get_no_more():
+    world = World(min_reserved_pages=2, max_reserved_pages=4)
+    world.port.room_pages = 8
+    woken = []
+    world.pool.on_low = lambda: woken.append(world.now)
+    held = world.pool.take(30)
+    world.ticks(2)
+    held += world.pool.take(1)
+    assert woken == []
+    world.port.room_pages = 9
+    world.ticks(8)
+    held += world.pool.take(1)
+    assert woken == []
+    world.port.room_pages = 64
+    world.ticks(8)
+    held += world.pool.take(16)
+    assert woken
+    world.pool.give(held)
+
+
 def test_a_block_that_stands_for_ever_is_no_work():
     world = World(min_reserved_pages=2, max_reserved_pages=4, idle_trim_s=1.0)
     world.pool.grow(1)

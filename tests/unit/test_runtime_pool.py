@@ -328,6 +328,15 @@ def test_obtainable_and_max_blocks_follow_limit_and_range(port):
     assert pool.max_blocks() == 128
 
 
+def test_pages_on_their_way_out_can_be_had_again(port):
+    pool = make(port, limit_pages=3)
+    pool.give(pool.take(12))
+    port.held_back = []
+    assert pool.shrink(2, deadline_s=0) == 0
+    assert pool.available() == 4
+    assert pool.obtainable() == 12
+
+
 def test_limits_that_the_card_refuses_change_nothing(port):
     pool = make(port, limit_pages=4)
     before = pool.limits

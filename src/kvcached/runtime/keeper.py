@@ -28,11 +28,16 @@ _ENFORCE_TIMEOUT_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class KeeperOptions:
-    """Pages to keep parked at least and at most while the engine works; none after `idle_trim_s` without a take."""
+    """Pages to keep parked at least and at most while the engine works; none after `idle_trim_s` without a take.
+
+    `surplus_s`: what is beyond that goes when nobody has needed it for so long. Requests come and go in waves, and unmapping what the
+    next wave maps again costs both a wait; others on the card who need it do not wait for this, they ask.
+    """
 
     min_reserved_pages: int = 1
     max_reserved_pages: int = 16
     idle_trim_s: float = 2.0
+    surplus_s: float = 0.25
     tick_s: float = 0.05
     idle_tick_s: float = 0.25
 
@@ -60,6 +65,8 @@ class Keeper:
         self._last_tick_s = self._last_busy_s = clock()
         self._last_report_s = 0.0
         self._grow_backoff_until_s = 0.0
+        self._least_surplus_pages: int | None = None  # since `_surplus_since_s`
+        self._surplus_since_s = 0.0
         self._handles_trimmed = False
         self._last_trouble = ""
         self._thread: threading.Thread | None = None
@@ -157,15 +164,30 @@ class Keeper:
     def _keep_reserve(self, now: float) -> None:
         idle = now - self._last_busy_s > self._options.idle_trim_s
         low, high = (0, 0) if idle else self._reserve.marks()
-        self._pool.low_mark_pages = low
         parked = self._pool.counts().parked_pages
+        surplus = self._lasting_surplus(now, parked - high, 0.0 if idle else self._options.surplus_s)
         if parked < low and now >= self._grow_backoff_until_s:
             gained = self._pool.grow_reserve(high - parked)
             if gained == 0:
                 self._grow_backoff_until_s = now + self._options.idle_tick_s
-        elif parked > high:
-            self._pool.shrink(parked - high, keep_parked=high)
+        elif surplus > 0:
+            self._pool.shrink(surplus, keep_parked=high)
             self._handles_trimmed = False  # what has just been unmapped left handles behind
+        # Takes below the mark wake this thread, which takes time from theirs: not while there is nothing to be had.
+        self._pool.low_mark_pages = low if now >= self._grow_backoff_until_s else 0
         if idle and not self._handles_trimmed:
             self._pool.trim_handles()
         self._handles_trimmed = idle
+
+    def _lasting_surplus(self, now: float, pages: int, window_s: float) -> int:
+        """The least surplus of a window that ends now, 0 while none does."""
+        if pages <= 0:
+            self._least_surplus_pages = None
+            return 0
+        if self._least_surplus_pages is None:
+            self._surplus_since_s, self._least_surplus_pages = now, pages
+        self._least_surplus_pages = least = min(self._least_surplus_pages, pages)
+        if now - self._surplus_since_s < window_s:
+            return 0
+        self._least_surplus_pages = None
+        return least

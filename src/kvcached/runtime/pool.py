@@ -114,10 +114,11 @@ class Pool:
         return self._ledger.available()
 
     def obtainable(self) -> int:
-        """Blocks that a take could get at best: free, cached, and on pages that the limit still allows."""
+        """Blocks that a take could get at best: free, cached, and on pages that the limit still allows. A page on its way out can be had
+        again as soon as it is gone, and a take waits for that."""
         with self.lock:
             counts = self._ledger.counts()
-            growable = min(counts.limit_pages - counts.held_pages, self.geometry.pages - counts.held_pages)
+            growable = min(counts.limit_pages, self.geometry.pages) - (counts.held_pages - counts.unmapping_pages)
             return counts.free_blocks + counts.cached_blocks + max(0, growable) * self.geometry.max_blocks_per_page
 
     def max_blocks(self) -> int:

@@ -194,8 +194,8 @@ class Adapter:
 
     def schedule(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         with self.watch.lock:
-            self.watch.reopen()
             with self.watch.agreed():
+                self.watch.reopen()
                 plan = original(scheduler, *args, **kwargs)
                 if getattr(plan, "batch_to_run", plan) is None:
                     self.watch.end_hopeless()

@@ -90,6 +90,10 @@ class AgreedGate(Gate):
             self.bank.settle(wait=True)
         return missing <= 0
 
+    def may_have(self, slots: int) -> bool:
+        """Only what all ranks have said, which all of them know alike."""
+        return self._agreed.ready >= self.pages(slots)
+
     def _make_ready(self, pages: int, *, urgent: bool, insist: bool) -> None:
         """As far as this rank can. It may have to wait, but not for other ranks."""
         pool = self.bank.pool

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kvcached.engines.sglang.bank import PageBank
 
 _BACKOFF_S: Final = 0.02
+_ASK_AGAIN_S: Final = 0.25
+"""When a card that has refused is asked again for a prefill that was turned away: asking presses the other pools."""
 
 
 class Tree(Protocol):
@@ -77,7 +79,7 @@ class Gate:
     def __init__(self, bank: PageBank) -> None:
         self.bank = bank
         self.tree: Tree = NoTree()
-        self._refused_until_s = 0.0
+        self._refused_s = float("-inf")
 
     def pages(self, slots: int) -> int:
         return ceil_div(int(slots), self.bank.page_slots)
@@ -115,17 +117,24 @@ class Gate:
         self._grow(missing, urgent=not can_evict, insist=insist and not can_evict)
         while (missing := pages - pool.available()) > 0 and self.tree.evict(missing * self.bank.page_slots):
             self.bank.settle(wait=True)
-        if missing > 0:
+        if 0 < missing <= self.bank.arriving_pages:
             self.bank.settle(wait=True)
         return pool.available() >= pages
+
+    def may_have(self, slots: int) -> bool:
+        """Whether asking for so many slots again, after a refusal, is worth the time."""
+        self.bank.settle()
+        if self.bank.pool.available() >= self.pages(slots):
+            return True
+        return time.monotonic() - self._refused_s >= _ASK_AGAIN_S and self.bank.pool.obtainable() >= self.pages(slots)
 
     def _grow(self, pages: int, *, urgent: bool, insist: bool) -> None:
         """A card that has just refused is not asked again at once, unless requests would have to wait."""
         now_s = time.monotonic()
-        if not insist and now_s < self._refused_until_s:
+        if not insist and now_s - self._refused_s < _BACKOFF_S:
             return
         if self.bank.pool.grow(pages, urgent=urgent) < pages:
-            self._refused_until_s = now_s + _BACKOFF_S
+            self._refused_s = now_s
 
     def withheld(self) -> int:
         """Slots that SGLang counts as free and that no memory is to be had for, at the present limit."""
@@ -169,6 +178,8 @@ class Gates:
         self.all = (full,) if window is None else (full, window)
         self.page_slots = full.bank.page_slots
         self.mixes_decode = False  # whether requests decode in the batch of a prefill
+        self.refused_slots = 0  # of the prefill that was turned away last
+        self.withheld_slots = 0  # when room was counted last
 
     @property
     def window(self) -> Gate:
@@ -190,6 +201,23 @@ class Gates:
     def secure(self, slots: int, *, insist: bool = True) -> bool:
         """Whether so many slots of each kind can be taken now."""
         return all([gate.secure(slots, insist=insist) for gate in self.all])
+
+    def admits(self, slots: int) -> bool:
+        """Whether so many slots of each kind can be taken now by a prefill. What is refused is remembered until `may_reopen`."""
+        if self.secure(slots):
+            return True
+        self.refused_slots = slots
+        return False
+
+    def may_reopen(self) -> bool:
+        """Whether a prefill may have been turned away for memory that may be had now. Says so once."""
+        served = self.refused_slots > 0 and all([gate.may_have(self.refused_slots) for gate in self.all])
+        if served:
+            self.refused_slots = 0
+        freed = self.withheld_slots > 0 and self.full.withheld() < self.withheld_slots
+        if freed:
+            self.withheld_slots = 0
+        return served or freed
 
     def secure_chunk(self, slots: int, reserved: int) -> int | None:
         """As many slots of `slots` as can be had beside `reserved` ones, in whole pages where they are fewer; None for none."""

@@ -35,6 +35,7 @@ class SchedulerWatch:
         gates = gates_of(scheduler.token_to_kv_pool_allocator)
         if gates is None:
             raise EngineNotSupported(f"{type(scheduler.token_to_kv_pool_allocator).__name__} is not elastic: something replaced it")
+        self._gates = gates
         self.gates = gates.all
         self.lock = memory.lock  # held through each entry point: keeper and control endpoint act between two of them
         gates.mixes_decode = bool(scheduler.is_mixed_chunk)
@@ -122,9 +123,10 @@ class SchedulerWatch:
                 part.owner.rest()
 
     def reopen(self) -> None:
-        """A request got no memory, and SGLang lets nobody in until one that runs has ended: where none runs, that never comes."""
+        """A request got no memory, and SGLang lets nobody in until one that runs has ended. Where none runs, that never comes; and memory
+        comes from elsewhere, too."""
         running = self._scheduler.running_batch
-        if running.is_empty():
+        if running.is_empty() or self._gates.may_reopen():
             running.batch_is_full = False
 
     # ------------------------------------------------------------------ requests that can never be served
