@@ -107,7 +107,8 @@ class TopApp(App[None]):
         self.verdicts: dict[str, State] = {}
         self._sample: Sample = sampler.sample()
         self._per_column = 2
-        self.asked: set[str] = set()
+        self.asked: set[str] = set()  # an order is under way; an inquiry that waits must not keep one from being sent
+        self._inquired: set[str] = set()
         self._turn = 0
 
     def compose(self) -> ComposeResult:
@@ -281,18 +282,21 @@ class TopApp(App[None]):
         row = next((row for card in self._sample.cards for row in card.rows if row.instance == instance and row.alive), None)
         if row is None or row.endpoint is None:
             self.verdicts.pop(instance, None)
-        elif instance not in self.asked:
+        elif instance not in self.asked | self._inquired:
             client = ControlClient(row.endpoint, self._options.ask_s)
             self._in_thread(instance, None, lambda: inquire(client, instance))
 
+    def _under_way(self, order: Order | None) -> set[str]:
+        return self._inquired if order is None else self.asked
+
     def _in_thread(self, instance: str, order: Order | None, call: Callable[[], Reply]) -> None:
         """A thread that ends with the program: leaving must not wait for a pool that does not answer."""
-        self.asked.add(instance)
+        self._under_way(order).add(instance)
         threading.Thread(target=lambda: self.post_message(Replied(call(), order)), name="kvtop-ask", daemon=True).start()
 
     def on_replied(self, event: Replied) -> None:
         reply = event.reply
-        self.asked.discard(reply.instance)
+        self._under_way(event.order).discard(reply.instance)
         if reply.verdict is not None:
             self.verdicts[reply.instance] = reply.verdict
         else:
