@@ -146,7 +146,7 @@ class Record(NamedTuple):
 
 EMPTY: Final = Record()
 _USAGE_AT: Final = Record._fields.index(USAGE_FIELDS[0])
-_USAGE_WORDS: Final = attrgetter(*USAGE_FIELDS)
+_USAGE_WORDS: Final = attrgetter(*USAGE_FIELDS)  # of a usage, or of a record, which has fields of the same names
 _UNREADABLE: Final = Record(kind=Kind.UNREADABLE)
 
 
@@ -297,7 +297,7 @@ def check_limits(limit_bytes: int, floor_bytes: int, weight: float) -> None:
 
 
 def usage_of(record: Record) -> Usage:
-    return Usage(*record[_USAGE_AT : _USAGE_AT + len(USAGE_FIELDS)])
+    return Usage(*_USAGE_WORDS(record))
 
 
 def with_usage(record: Record, usage: Usage) -> Record:

@@ -147,21 +147,27 @@ class Pool:
             return taken
 
     def _take_cold(self, blocks: int, ranges: Ranges | None) -> Ranges:
-        """Grow, then evict what is cached here; others are pressed only when that would not be enough."""
+        """Grow, then evict what is cached here; others are pressed only when that would not be enough. For what the limit forbids
+        nothing is mapped or evicted."""
         if ranges is not None:
             self._ledger.give(ranges, NOTHING_IN_FLIGHT)
         self._work.refuse()
+        self._work.settle()
+        if self.obtainable() >= blocks:
+            self._make_available(blocks)
+        ranges = self._ledger.take(blocks)
+        if ranges is None:
+            self.misses += 1
+            raise PoolExhausted(blocks, self._ledger.available(), "blocks", self._why_exhausted(blocks))
+        return ranges
+
+    def _make_available(self, blocks: int) -> None:
         can_evict = self._ledger.available() + self._ledger.cached_blocks >= blocks
         if not can_evict or time.monotonic() >= self._refused_until_s:
             self.grow(blocks - self._ledger.available(), urgent=not can_evict)
         missing = blocks - self._ledger.available()
         if missing > 0:
             self._evict(self._ledger.victims_for_blocks(missing))
-        ranges = self._ledger.take(blocks)
-        if ranges is None:
-            self.misses += 1
-            raise PoolExhausted(blocks, self._ledger.available(), "blocks", self._why_exhausted())
-        return ranges
 
     def take_ids(self, ids: Sequence[int]) -> None:
         """Take exactly these free ids, all or none. Raises `PoolExhausted` when one is not free on a mapped page."""
@@ -370,10 +376,10 @@ class Pool:
             )
         )
 
-    def _why_exhausted(self) -> str:
+    def _why_exhausted(self, blocks: int) -> str:
         counts = self._ledger.counts()
-        if counts.held_pages >= counts.limit_pages:
-            return f"the pool is at its limit of {self.limits.limit_bytes} bytes"
+        if counts.held_pages >= counts.limit_pages or self.obtainable() < blocks:
+            return f"the pool is at its limit of {min(self.limits.limit_bytes, self.geometry.range_bytes)} bytes"
         return f"the card grants no more memory just now: {self._last_refusal or 'the mapper has not answered in time'}"
 
     def close(self) -> None:
