@@ -62,7 +62,7 @@ class PageBank:
         if len(ranges) == 1 and not sets:
             return self._neighbours(*ranges[0])
         ids = self._sets.ids_of(ranges, sets)
-        if not self.arrives_late:
+        if self._device.type == "cpu":
             return torch.from_numpy(ids)
         row = row_of(ids)
         return torch.from_numpy(ids).pin_memory().to(self._device, non_blocking=True) if row is None else self._neighbours(*row)
