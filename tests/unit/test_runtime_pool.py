@@ -328,6 +328,29 @@ def test_obtainable_and_max_blocks_follow_limit_and_range(port):
     assert pool.max_blocks() == 128
 
 
+def test_who_holds_the_lock_waits_for_a_map_of_another_thread_and_maps_no_more_than_is_missing(port):
+    pool = make(port, limit_pages=4, grow_deadline_s=3600.0)
+    inside, go_on = threading.Event(), threading.Event()
+
+    class SlowMap:
+        def __call__(self, runs, *, urgent):
+            inside.set()
+            go_on.wait(60)
+            return Port.map(port, runs, urgent=urgent)
+
+    port.map = SlowMap()
+    other = threading.Thread(target=lambda: pool.grow_reserve(3, deadline_s=3600))
+    other.start()
+    inside.wait(60)
+    port.map = lambda runs, *, urgent: Port.map(port, runs, urgent=urgent)
+    with pool.lock:
+        assert pool.obtainable() == 16
+        threading.Timer(0.05, go_on.set).start()
+        pool.give(pool.take(12))
+    other.join(60)
+    assert len(port.mapped) == 3
+
+
 def test_pages_on_their_way_out_can_be_had_again(port):
     pool = make(port, limit_pages=3)
     pool.give(pool.take(12))
@@ -393,7 +416,7 @@ def test_a_reserve_does_not_wait_for_pages_on_their_way_out(port):
     pool.give(pool.take(8))
     port.held_back = []
     assert pool.shrink(2, deadline_s=0) == 0
-    assert pool.grow_reserve(2, deadline_s=3600) == 0
+    assert not pool.grow_reserve(2, deadline_s=3600)
     port.release()
 
 

@@ -23,10 +23,12 @@ class Bank:
         self.free_slots = 100
         self.waits = 0
         self.grows = 0
+        self.grow_takes = lambda: None
         self.pool = SimpleNamespace(available=lambda: self.ready, obtainable=lambda: self.at_best, grow=self._grow)
 
     def _grow(self, pages: int, *, urgent: bool) -> int:
         self.grows += 1
+        self.grow_takes()
         return 0
 
     def settle(self, *, wait: bool = False) -> None:
@@ -35,7 +37,7 @@ class Bank:
 
 def refused(bank: Bank) -> Gates:
     gates = Gates(Gate(cast("Any", bank)))
-    assert not gates.admits(10)
+    assert not gates.admits(10, reserved=30)
     return gates
 
 
@@ -62,6 +64,27 @@ def test_a_card_that_refused_is_asked_again_after_a_pause(monkeypatch: Any) -> N
     assert gates.may_reopen()
 
 
+def test_the_longer_an_ask_takes_the_longer_is_the_pause(monkeypatch: Any) -> None:
+    now = [100.0]
+    monkeypatch.setattr(gate_module.time, "monotonic", lambda: now[0])
+    bank = Bank()
+    bank.grow_takes = lambda: now.__setitem__(0, now[0] + 0.25)
+    gates = refused(bank)
+    for _ in range(24):
+        now[0] += 0.1
+        assert not gates.may_reopen()
+    now[0] += 0.11
+    assert gates.may_reopen()
+
+
+def test_one_that_was_let_in_is_not_waited_for() -> None:
+    bank = Bank()
+    gates = refused(bank)
+    bank.ready = 40
+    assert gates.admits(10, reserved=30)
+    assert not gates.may_reopen()
+
+
 def test_nothing_is_asked_that_the_limit_forbids(monkeypatch: Any) -> None:
     now = [100.0]
     monkeypatch.setattr(gate_module.time, "monotonic", lambda: now[0])
@@ -86,9 +109,9 @@ def test_a_raised_limit_lets_those_in_that_were_counted_out() -> None:
 
 def test_a_refusal_waits_for_the_device_only_where_that_helps() -> None:
     bank = Bank()
-    bank.arriving_pages = 9
+    bank.arriving_pages = 39
     refused(bank)
     assert bank.waits == 0
-    bank.arriving_pages = 10
+    bank.arriving_pages = 40
     refused(bank)
     assert bank.waits == 1

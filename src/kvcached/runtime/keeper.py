@@ -167,8 +167,7 @@ class Keeper:
         parked = self._pool.counts().parked_pages
         surplus = self._lasting_surplus(now, parked - high, 0.0 if idle else self._options.surplus_s)
         if parked < low and now >= self._grow_backoff_until_s:
-            gained = self._pool.grow_reserve(high - parked)
-            if gained == 0:
+            if not self._pool.grow_reserve(high - parked):
                 self._grow_backoff_until_s = now + self._options.idle_tick_s
         elif surplus > 0:
             self._pool.shrink(surplus, keep_parked=high)
@@ -181,13 +180,13 @@ class Keeper:
 
     def _lasting_surplus(self, now: float, pages: int, window_s: float) -> int:
         """The least surplus of a window that ends now, 0 while none does."""
-        if pages <= 0:
+        least = self._least_surplus_pages
+        if pages <= 0 or window_s <= 0:
             self._least_surplus_pages = None
-            return 0
-        if self._least_surplus_pages is None:
-            self._surplus_since_s, self._least_surplus_pages = now, pages
-        self._least_surplus_pages = least = min(self._least_surplus_pages, pages)
-        if now - self._surplus_since_s < window_s:
-            return 0
-        self._least_surplus_pages = None
-        return least
+            return max(0, pages)
+        if least is None:
+            self._surplus_since_s, least = now, pages
+        least = min(least, pages)
+        lasted = now - self._surplus_since_s >= window_s
+        self._least_surplus_pages = None if lasted else least
+        return least if lasted else 0

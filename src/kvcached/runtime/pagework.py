@@ -35,6 +35,7 @@ class PageWork:
         self._large_run_pages = large_run_pages
         self._stranded_fraction = stranded_fraction
         self._under_way: list[tuple[GrowPlan | ShrinkPlan, Future[Outcome]]] = []
+        self._books = threading.Lock()  # of `_under_way`: whoever waits for an answer may hold the pool's lock
         self._answered = threading.Event()
         self._closed = False
         self.failed: StateUnknown | Misuse | None = None
@@ -43,6 +44,7 @@ class PageWork:
 
     def _orphan(self) -> None:
         self._lock = OrphanedLock()
+        self._books = threading.Lock()
         self.failed = Misuse(FORKED)
 
     def map(self, pages: int, *, urgent: bool, deadline: float) -> Outcome | None:
@@ -76,6 +78,12 @@ class PageWork:
                 pass
             return self._ledger.counts().unmapping_pages < before
 
+    def await_maps(self, deadline: float) -> None:
+        """Pages that somebody else is mapping just now may be enough."""
+        with self._lock:
+            while self._ledger.counts().mapping_pages and self._await_answer(deadline):
+                pass
+
     def _make_room(self, pages: int, deadline: float) -> None:
         """Pages on their way out count against the limit until they are gone: wait for them where they stand in the way."""
         counts = self._ledger.counts()
@@ -103,7 +111,7 @@ class PageWork:
             with self._lock:
                 self._settle(plan, Outcome(Verdict.BROKEN, reason=f"{type(error).__name__}: {error}"))
             raise
-        with self._lock:
+        with self._books:
             self._under_way.append((plan, future))
         future.add_done_callback(lambda _: self._answered.set())
         return future
@@ -119,10 +127,10 @@ class PageWork:
     def settle(self) -> bool:
         """Write every answer that has come into the ledger. Whether there was one."""
         with self._lock:
-            done = [(plan, future) for plan, future in self._under_way if future.done()]
-            for pair in done:
-                self._under_way.remove(pair)
-                plan, future = pair
+            with self._books:
+                done = [pair for pair in self._under_way if pair[1].done()]
+                self._under_way = [pair for pair in self._under_way if pair not in done]
+            for plan, future in done:
                 error = future.exception()
                 self._settle(plan, Outcome(Verdict.BROKEN, reason=str(error)) if error else future.result())
         return bool(done)

@@ -114,11 +114,12 @@ class Pool:
         return self._ledger.available()
 
     def obtainable(self) -> int:
-        """Blocks that a take could get at best: free, cached, and on pages that the limit still allows. A page on its way out can be had
-        again as soon as it is gone, and a take waits for that."""
+        """Blocks that a take could get at best: free, cached, and on pages that the limit still allows. Pages on their way in or out are
+        among these: a take waits for them."""
         with self.lock:
             counts = self._ledger.counts()
-            growable = min(counts.limit_pages, self.geometry.pages) - (counts.held_pages - counts.unmapping_pages)
+            settled_pages = counts.held_pages - counts.mapping_pages - counts.unmapping_pages
+            growable = min(counts.limit_pages, self.geometry.pages) - settled_pages
             return counts.free_blocks + counts.cached_blocks + max(0, growable) * self.geometry.max_blocks_per_page
 
     def max_blocks(self) -> int:
@@ -237,6 +238,8 @@ class Pool:
             before = self._ledger.available()
             deadline = time.monotonic() + (self.options.grow_deadline_s if deadline_s is None else deadline_s)
             target = before + blocks
+            if urgent:
+                self._work.await_maps(deadline)
             refused = self._grow_once(target, deadline, urgent)
             if refused and self._work.await_unmaps(deadline):
                 refused = self._grow_once(target, deadline, urgent)
@@ -262,11 +265,10 @@ class Pool:
         wanted_bytes = self._pages_for(target_blocks - self._ledger.available()) * self._step_bytes
         return self._press is not None and self._press(wanted_bytes, max(0.0, deadline - time.monotonic())) > 0
 
-    def grow_reserve(self, pages: int, deadline_s: float = 1.0) -> int:
-        """Map up to `pages` pages ahead of need. Returns the blocks gained within the deadline."""
-        before = self._ledger.available()
-        self._work.map(pages, urgent=False, deadline=time.monotonic() + deadline_s)
-        return max(0, self._ledger.available() - before)
+    def grow_reserve(self, pages: int, deadline_s: float = 1.0) -> bool:
+        """Map up to `pages` pages ahead of need. Whether some were mapped within the deadline."""
+        outcome = self._work.map(pages, urgent=False, deadline=time.monotonic() + deadline_s)
+        return outcome is not None and outcome.verdict is Verdict.DONE
 
     def pages_over(self, size_bytes: int) -> int:
         """The least number of pages that together hold `size_bytes`."""

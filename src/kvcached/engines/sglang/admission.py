@@ -20,7 +20,11 @@ def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwar
     if gates is None:
         return original(adder, req, *args, **kwargs)
     with adder._lock_node(req.last_node) if gates.can_evict() else contextlib.nullcontext():
-        if _is_parked(adder) or not gates.admits(_reserved(adder, gates) + _paged(gates, _chunk_of(adder, _extend_tokens(req)))):
+        needed = _paged(gates, _chunk_of(adder, _extend_tokens(req)))
+        if _is_parked(adder):
+            gates.turned_away(needed)
+            return _no_token()
+        if not gates.admits(needed, reserved=_reserved(adder, gates)):
             return _no_token()
         return original(adder, req, *args, **kwargs)
 
@@ -46,16 +50,13 @@ def remaining_tokens(original: Callable[..., Any], adder: Any) -> Any:
     """Growth by decoding is promised up to the limit, but to a request that would be alone: waiting would not help it."""
     gates = gates_of(adder.token_to_kv_pool_allocator)
     counted = original(adder)
-    if gates is None or adder.rem_total_token_offset == 0:
-        return counted
-    gates.withheld_slots = gates.full.withheld()
-    return counted - gates.withheld_slots
+    return counted if gates is None or adder.rem_total_token_offset == 0 else counted - gates.full.count_withheld()
 
 
 def remaining_window_tokens(original: Callable[..., Any], adder: Any) -> Any:
     gates = gates_of(adder.token_to_kv_pool_allocator)
     counted = original(adder)
-    return counted if gates is None or adder.rem_swa_token_offset == 0 else counted - gates.window.withheld()
+    return counted if gates is None or adder.rem_swa_token_offset == 0 else counted - gates.window.count_withheld()
 
 
 def check_decode(original: Callable[..., Any], batch: Any, selected_indices: list[int] | None = None) -> bool:

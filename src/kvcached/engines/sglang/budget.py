@@ -26,7 +26,7 @@ class ElasticPrefillBudget(PrefillBudget):
         return gates
 
     def _available_and_evictable(self) -> int:
-        return int(super()._available_and_evictable()) - (self.kvcached_gates.full.withheld() if self.total_offset else 0)
+        return int(super()._available_and_evictable()) - (self.kvcached_gates.full.count_withheld() if self.total_offset else 0)
 
     def available_chunk_tokens(self, chunk_limit: int) -> int | None:
         """What a prefill under way may go on with; None parks it, and then nobody is let in before it."""
@@ -48,11 +48,11 @@ class ElasticSWAPrefillBudget(SWAPrefillBudget):
         return gates
 
     def _available_and_evictable(self) -> int:
-        return int(super()._available_and_evictable()) - (self.kvcached_gates.full.withheld() if self.total_offset else 0)
+        return int(super()._available_and_evictable()) - (self.kvcached_gates.full.count_withheld() if self.total_offset else 0)
 
     @property
     def remaining_swa(self) -> int:
-        return int(super().remaining_swa) - (self.kvcached_gates.window.withheld() if self.swa_offset else 0)
+        return int(super().remaining_swa) - (self.kvcached_gates.window.count_withheld() if self.swa_offset else 0)
 
     def available_chunk_tokens(self, chunk_limit: int) -> int | None:
         tokens: int | None = super().available_chunk_tokens(chunk_limit)

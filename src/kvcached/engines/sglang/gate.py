@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 _BACKOFF_S: Final = 0.02
 _ASK_AGAIN_S: Final = 0.25
-"""When a card that has refused is asked again for a prefill that was turned away: asking presses the other pools."""
+_ASKING_SHARE: Final = 0.1
+"""A card that has refused is asked again for a prefill that was turned away after a quarter of a second, and for so much of the time at
+most: asking presses the other pools, and nobody decodes meanwhile."""
 
 
 class Tree(Protocol):
@@ -80,6 +82,8 @@ class Gate:
         self.bank = bank
         self.tree: Tree = NoTree()
         self._refused_s = float("-inf")
+        self._ask_again_s = float("-inf")
+        self._withheld_slots = 0  # when room was counted last
 
     def pages(self, slots: int) -> int:
         return ceil_div(int(slots), self.bank.page_slots)
@@ -126,21 +130,34 @@ class Gate:
         self.bank.settle()
         if self.bank.pool.available() >= self.pages(slots):
             return True
-        return time.monotonic() - self._refused_s >= _ASK_AGAIN_S and self.bank.pool.obtainable() >= self.pages(slots)
+        return time.monotonic() >= self._ask_again_s and self.bank.pool.obtainable() >= self.pages(slots)
 
     def _grow(self, pages: int, *, urgent: bool, insist: bool) -> None:
         """A card that has just refused is not asked again at once, unless requests would have to wait."""
-        now_s = time.monotonic()
-        if not insist and now_s - self._refused_s < _BACKOFF_S:
+        begun_s = time.monotonic()
+        if not insist and begun_s - self._refused_s < _BACKOFF_S:
             return
         if self.bank.pool.grow(pages, urgent=urgent) < pages:
-            self._refused_s = now_s
+            self._refused_s = time.monotonic()
+            self._ask_again_s = self._refused_s + max(_ASK_AGAIN_S, (self._refused_s - begun_s) / _ASKING_SHARE)
 
     def withheld(self) -> int:
         """Slots that SGLang counts as free and that no memory is to be had for, at the present limit."""
         bank = self.bank
         obtainable = bank.pool.obtainable() + bank.arriving_pages
         return max(0, bank.free_slots - obtainable * bank.page_slots)
+
+    def count_withheld(self) -> int:
+        """The same, and remembered: room is being counted for prefills."""
+        self._withheld_slots = self.withheld()
+        return self._withheld_slots
+
+    def has_freed(self) -> bool:
+        """Whether less is withheld than when room was counted. Says so once."""
+        freed = self._withheld_slots > 0 and self.withheld() < self._withheld_slots
+        if freed:
+            self._withheld_slots = 0
+        return freed
 
     def reclaim(self, blocks: int) -> int:
         """Give blocks of the tree back to the pool, for others. Returns how many."""
@@ -179,7 +196,6 @@ class Gates:
         self.page_slots = full.bank.page_slots
         self.mixes_decode = False  # whether requests decode in the batch of a prefill
         self.refused_slots = 0  # of the prefill that was turned away last
-        self.withheld_slots = 0  # when room was counted last
 
     @property
     def window(self) -> Gate:
@@ -202,22 +218,22 @@ class Gates:
         """Whether so many slots of each kind can be taken now."""
         return all([gate.secure(slots, insist=insist) for gate in self.all])
 
-    def admits(self, slots: int) -> bool:
-        """Whether so many slots of each kind can be taken now by a prefill. What is refused is remembered until `may_reopen`."""
-        if self.secure(slots):
-            return True
+    def admits(self, slots: int, *, reserved: int) -> bool:
+        """Whether a prefill can take so many slots of each kind now, beside those that are promised. What it lacks is remembered until
+        `may_reopen`."""
+        admitted = self.secure(reserved + slots)
+        self.turned_away(0 if admitted else slots)
+        return admitted
+
+    def turned_away(self, slots: int) -> None:
         self.refused_slots = slots
-        return False
 
     def may_reopen(self) -> bool:
         """Whether a prefill may have been turned away for memory that may be had now. Says so once."""
         served = self.refused_slots > 0 and all([gate.may_have(self.refused_slots) for gate in self.all])
         if served:
             self.refused_slots = 0
-        freed = self.withheld_slots > 0 and self.full.withheld() < self.withheld_slots
-        if freed:
-            self.withheld_slots = 0
-        return served or freed
+        return any([gate.has_freed() for gate in self.all]) or served
 
     def secure_chunk(self, slots: int, reserved: int) -> int | None:
         """As many slots of `slots` as can be had beside `reserved` ones, in whole pages where they are fewer; None for none."""

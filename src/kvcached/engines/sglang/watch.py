@@ -124,7 +124,7 @@ class SchedulerWatch:
 
     def reopen(self) -> None:
         """A request got no memory, and SGLang lets nobody in until one that runs has ended. Where none runs, that never comes; and memory
-        comes from elsewhere, too."""
+        comes from elsewhere, too: with several ranks, as far as all of them have it mapped."""
         running = self._scheduler.running_batch
         if running.is_empty() or self._gates.may_reopen():
             running.batch_is_full = False
