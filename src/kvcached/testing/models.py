@@ -51,6 +51,14 @@ def make_qwen3(folder: Path, seed: int = 0) -> None:
     _write_tiny(folder, Qwen3ForCausalLM, Qwen3Config(**TINY_SHAPE, bos_token_id=256, eos_token_id=257), seed)
 
 
+def make_mixtral(folder: Path, seed: int = 0) -> None:
+    """Write a Mixtral of about 8 million random parameters (4 layers of 4 experts, 2 KV heads of 64) with a byte tokenizer."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    _write_tiny(folder, MixtralForCausalLM, MixtralConfig(**TINY_SHAPE, **experts, bos_token_id=256, eos_token_id=257), seed)
+
+
 def make_smollm2(folder: Path) -> None:
     """Write SmolLM2-135M-Instruct as safetensors (float16, 269 MB), from the GGUF file in its Python package."""
     with tempfile.TemporaryDirectory(prefix="smollm2-") as scratch:
@@ -62,7 +70,7 @@ def make_smollm2(folder: Path) -> None:
         _write_from_gguf(gguf, folder)
 
 
-MAKERS: dict[str, Callable[[Path], None]] = {"llama": make_llama, "qwen3": make_qwen3, "smollm2": make_smollm2}
+MAKERS: dict[str, Callable[[Path], None]] = {"llama": make_llama, "qwen3": make_qwen3, "mixtral": make_mixtral, "smollm2": make_smollm2}
 
 
 def ensure_model(kind: str, folder: Path) -> Path:

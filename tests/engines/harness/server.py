@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real `vllm serve` with the small model."""
+"""A real `vllm serve` with a small model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Server(servers.Server):
 
     always: ClassVar[dict[str, Any]] = {"return_token_ids": True}
 
-    def __init__(self, version: str, folder: Path, *options: str, **settings: str) -> None:
+    def __init__(self, version: str, folder: Path, *options: str, model: str = "llama", **settings: str) -> None:
         self.run_dir = folder / "run"
         port = servers.free_port()
-        command = [str(PYTHON), *VLLM.arguments(MODELS / "llama", "tiny", port, Shape(8, 2048)), "--seed", "0", *options]
+        command = [str(PYTHON), *VLLM.arguments(MODELS / model, "tiny", port, Shape(8, 2048)), "--seed", "0", *options]
         ours = {"ENABLE_KVCACHED": "true", "KVCACHED_RUN_DIR": str(self.run_dir), "KVCACHED_IDLE_TRIM_S": "0.3"}
         super().__init__(command, environment(version, **(ours | settings)), folder / "server.log", port, "tiny")
 
