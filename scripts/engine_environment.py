@@ -26,6 +26,7 @@ TORCH = "torch==2.13.0"
 UV = "uv==0.13.9"
 UV_FOLDER = ROOT / ".cache" / "uv"
 UV_NAMES = {"find-links": "UV_FIND_LINKS", "index-url": "UV_DEFAULT_INDEX", "cert": "SSL_CERT_FILE"}  # by pip's names
+PIP = (str(ROOT / ".venv" / "bin" / "python"), "-m", "pip")  # that of the development environment: a system's Python may have none
 
 
 class Step:
@@ -56,22 +57,22 @@ def take_steps(name: str, steps: Sequence[tuple[str, Callable[[], bool]]]) -> No
 def uv() -> Path:
     """The program, of the pinned version; fetched with pip where it is missing."""
     name, _, number = UV.partition("==")
-    if not (UV_FOLDER / f"{name}-{number}.dist-info").exists():
+    if not ((UV_FOLDER / f"{name}-{number}.dist-info").exists() and (UV_FOLDER / "bin" / name).exists()):
         shutil.rmtree(UV_FOLDER, ignore_errors=True)
-        run(sys.executable, "-m", "pip", "-qq", "install", "--no-compile", "--target", str(UV_FOLDER), UV)
+        run(*PIP, "-qq", "install", "--no-compile", "--target", str(UV_FOLDER), UV)
     return UV_FOLDER / "bin" / name
 
 
 @functools.cache
 def uv_settings() -> dict[str, str]:
     """What pip is set to on this machine, as variables for uv, which does not read pip's settings. Those that are set stay."""
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True, check=True).stdout
     found = {"UV_CACHE_DIR": str(UV_FOLDER / "cache")}
     for line in listed.splitlines():
         name, _, value = line.partition("=")
         known = UV_NAMES.get(name.rpartition(".")[2])
         if known and known not in os.environ:
-            found[known] = value.strip("'\"")
+            found.setdefault(known, value.strip("'\""))  # pip lists what counts more first
     return found
 
 

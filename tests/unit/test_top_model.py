@@ -8,7 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from kvcached.card import NO_LIMIT_BYTES, Card, CardIdentity, EntrySpec, Kind, U
 from kvcached.card.locks import slot_byte
 from kvcached.card.record import HEADER_BYTES, SLOT_BYTES, Record, encode_slot, slot_copy_offset
 from kvcached.card.segment import open_existing
+from kvcached.cli.machine import Target
 from kvcached.cli.top.actions import ALL, Order, parse_order
 from kvcached.cli.top.command import app
 from kvcached.cli.top.detail import describe, graph
@@ -486,3 +488,10 @@ class TestOnce:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         result = kvtop(run_dir, FORCE_COLOR="1", TERM="xterm")
         assert (result.exit_code, "pip install 'kvcached-elastic[top]'" in result.stderr) == (1, True)
+
+
+def test_a_share_of_a_card_that_cannot_be_read_is_one_of_what_the_pool_knows(tmp_path: Path) -> None:
+    client = cast("Any", SimpleNamespace(status=lambda: SimpleNamespace(budget_bytes=BUDGET_BYTES)))
+    target = Target("chat", (), 0, tmp_path / "chat.sock")
+    assert target.bytes_of(Amount.parse("40%"), client) == BUDGET_BYTES * 40 // 100
+    assert target.bytes_of(Amount.parse("3MiB"), client) == 3 * MIB

@@ -126,7 +126,7 @@ def limit_percent(context: typer.Context, pool: Pool, percent: Percent, revision
 
 def _set_limit(session: Session, pool: str, amount: Amount, revision: int | None, as_json: bool) -> None:
     target, client = session.reach(pool)
-    answer = client.limit(_bytes(amount, target, client), revision)
+    answer = client.limit(target.bytes_of(amount, client), revision)
     holds = answer.in_force_bytes <= answer.asked_bytes and not answer.overage_bytes
     _tell_change(pool, "limit", answer, holds, as_json)
 
@@ -136,7 +136,7 @@ def floor(context: typer.Context, pool: Pool, size: SizeOrShare, as_json: AsJson
     """Make the other pools leave SIZE to this one."""
     with _session(context, as_json) as session:
         target, client = session.reach(pool)
-        answer = client.floor(_bytes(size, target, client))
+        answer = client.floor(target.bytes_of(size, client))
         _tell_change(pool, "floor", answer, answer.in_force_bytes >= answer.asked_bytes, as_json)
 
 
@@ -168,7 +168,7 @@ def trim(
     """Take back memory that a pool keeps ready but does not use."""
     with _session(context, as_json) as session:
         target, client = session.reach(pool)
-        wanted_bytes = None if size is None else _bytes(size, target, client)
+        wanted_bytes = None if size is None else target.bytes_of(size, client)
         _tell_bytes(pool, client.trim(wanted_bytes), wanted_bytes, as_json)
 
 
@@ -177,7 +177,7 @@ def evict(context: typer.Context, pool: Pool, size: SizeOrShare, as_json: AsJson
     """Drop cached prefixes of a pool, cheapest first, and take their memory back."""
     with _session(context, as_json) as session:
         target, client = session.reach(pool)
-        wanted_bytes = _bytes(size, target, client)
+        wanted_bytes = target.bytes_of(size, client)
         _tell_bytes(pool, client.evict(wanted_bytes), wanted_bytes, as_json)
 
 
@@ -235,11 +235,6 @@ def _end(session: Session, target: Target) -> None:
         if time.monotonic() > end_s:
             raise PeerTimeout(f"{target.instance} is still alive {session.timeout_s:g} s after SIGTERM")
         time.sleep(0.05)
-
-
-def _bytes(amount: Amount, target: Target, client: ControlClient) -> int:
-    """A share is of the card's budget."""
-    return amount.of(target.budget_bytes or client.status().budget_bytes) if amount.is_percent else amount.of(0)
 
 
 def _tell_change(pool: str, what: str, answer: ChangeAnswer, holds: bool, as_json: bool) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcached.card.view import CardSnapshot, EntryView
+    from kvcached.config import Amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,10 @@ class Target:
 
     def client(self, timeout_s: float) -> ControlClient:
         return ControlClient(self.endpoint, timeout_s)
+
+    def bytes_of(self, amount: Amount, client: ControlClient) -> int:
+        """A share is of the card's budget. A pool whose card cannot be read just now knows it too."""
+        return amount.of(self.budget_bytes or client.status().budget_bytes) if amount.is_percent else amount.of(0)
 
 
 def find(run_dir: Path, instance: str) -> Target:

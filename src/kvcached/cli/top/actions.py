@@ -77,7 +77,7 @@ def _perform(run_dir: Path, timeout_s: float, order: Order) -> Reply:
     if not target.is_alive and target.rows:
         raise PeerLost(f"its process has ended; clear up with: kvctl delete {order.instance}")
     client = target.client(timeout_s)
-    size_bytes = order.amount.of(target.budget_bytes)
+    size_bytes = target.bytes_of(order.amount, client)
     if order.kind == LIMIT:
         return _limit_reply(order.instance, client.limit(size_bytes))
     wanted_bytes = None if order.amount == ALL else size_bytes
