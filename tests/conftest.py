@@ -4,6 +4,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A time for an example would be a timing assert, and so would be one for drawing it.
+settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-machine")
 
 # Those of one group run one after another in one process. The longest first, so that both processes are busy to the end.
 LONGEST_GROUPS = (
