@@ -158,7 +158,9 @@ def test_steady_steps_wait_for_no_rank(crew, monkeypatch):
     pair.group.begin_steps()
     pool = Pool(pair.group.shared_facts.geometry, pair.group, Limits(PAGES * PAGE), PoolOptions(grow_deadline_s=WAIT_S))
     held = [pool.take(4) for _ in range(8)]
+    before = pool.available()
     assert pool.grow_reserve(4, WAIT_S)
+    assert pool.available() - before == 4 * 4
     pair.step(1)
     eventually(lambda: pair.group.step_ops() == ())  # the ranks have said that they have mapped it all
     asked = []

@@ -90,24 +90,12 @@ def test_a_reserve_is_filled_while_the_engine_works_and_takes_then_map_nothing()
     world.pool.give([*held, *more])
 
 
-def test_surplus_beyond_the_high_mark_goes_and_an_idle_pool_keeps_nothing():
-    world = World(min_reserved_pages=2, max_reserved_pages=4, idle_trim_s=1.0)
-    ranges = world.pool.take(80)
-    world.pool.give(ranges[1:])
-    world.ticks(3)
-    assert world.pool.counts().parked_pages <= 4
-    world.pool.give(ranges[:1])
-    world.ticks(60)
-    assert world.port.mapped == 0
-    assert world.port.trims == 1
-
-
 def single_blocks(ranges):
     return [(block, 1) for first, count in ranges for block in range(first, first + count)]
 
 
-def test_surplus_goes_when_nobody_has_needed_it_for_a_while():
-    world = World(min_reserved_pages=2, max_reserved_pages=4, surplus_s=0.25)
+def test_surplus_goes_when_nobody_has_needed_it_for_a_while_and_an_idle_pool_keeps_nothing():
+    world = World(min_reserved_pages=2, max_reserved_pages=4, surplus_s=0.25, idle_trim_s=1.0)
     kept, *rest = single_blocks(world.pool.take(80))
     world.ticks(1)
     world.pool.give(rest)
@@ -116,6 +104,9 @@ def test_surplus_goes_when_nobody_has_needed_it_for_a_while():
     world.ticks(2)
     assert world.pool.counts().parked_pages <= 4
     world.pool.give([kept])
+    world.ticks(60)
+    assert world.port.mapped == 0
+    assert world.port.trims == 1
 
 
 def test_a_wave_that_needs_the_surplus_again_maps_nothing():

@@ -128,8 +128,9 @@ class PageWork:
         """Write every answer that has come into the ledger. Whether there was one."""
         with self._lock:
             with self._books:
-                done = [pair for pair in self._under_way if pair[1].done()]
-                self._under_way = [pair for pair in self._under_way if pair not in done]
+                seen = [(pair, pair[1].done()) for pair in self._under_way]  # once: an answer may come in between
+                self._under_way = [pair for pair, is_done in seen if not is_done]
+            done = [pair for pair, is_done in seen if is_done]
             for plan, future in done:
                 error = future.exception()
                 self._settle(plan, Outcome(Verdict.BROKEN, reason=str(error)) if error else future.result())

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from kvcached.core.report import PoolCounts
 
 Ranges = list[tuple[int, int]]
-Sets = list[tuple[int, int]]
-"""(page, set of its blocks: bit i is the page's i-th)."""
+Sets = list[tuple[int, int]]  # (page, set of its blocks: bit i is the page's i-th)
 NOTHING_IN_FLIGHT: Final = NO_MARKER
 """The marker of a give behind which no work was queued."""
 
