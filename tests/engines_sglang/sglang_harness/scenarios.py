@@ -142,6 +142,8 @@ def squeeze(release: Release, case: Case) -> dict[str, Any]:
         if engine.step == max(limits):
             send_round(engine, case, "b")
         if bank is not None:
+            if engine.step == max(limits) - 1:  # what nobody owns any more the keeper takes in its own time
+                settle(bank.pool.overage_pages, lambda pages: pages <= 0)
             counts = bank.pool.counts()
             seen.append([engine.step, counts.limit_pages, counts.held_pages])
 
