@@ -36,13 +36,13 @@ def test_a_limit_that_falls_under_load_changes_no_token(ran: dict[str, Batch], v
 
 @pytest.mark.parametrize(("version", "name"), SQUEEZES)
 def test_the_pool_gets_below_a_lower_limit_and_grows_when_it_rises(ran: dict[str, Batch], version: str, name: str) -> None:
-    steps: list[list[int]] = ran[version][name]["seen"]
-    low = [held for _, limit, held in steps if limit == SQUEEZE_PAGES]
-    assert low[0] > SQUEEZE_PAGES
-    shared = name == "squeeze-1"  # a page of single slots may be shared by requests, and goes when the last of them ends
-    assert low[-1] <= SQUEEZE_PAGES + shared
-    last_low = max(step for step, limit, _ in steps if limit == SQUEEZE_PAGES)
-    assert max(held for step, _, held in steps if step > last_low) > SQUEEZE_PAGES
+    seen = ran[version][name]["seen"]
+    low = [step for step in seen if step["limit"] == SQUEEZE_PAGES]
+    assert low[0]["held"] > SQUEEZE_PAGES
+    assert min(step["held"] for step in low) <= SQUEEZE_PAGES
+    assert low[-1]["owned"] <= SQUEEZE_PAGES * ran[version][name]["page_blocks"] < low[0]["owned"]
+    assert low[-1]["held"] == low[-1]["used"] or low[-1]["held"] <= SQUEEZE_PAGES  # above it there is no page that nobody uses
+    assert max(step["held"] for step in seen if step["step"] > low[-1]["step"]) > SQUEEZE_PAGES
 
 
 def test_two_courses_of_retraction_agree_to_the_last_token(ran: dict[str, Batch]) -> None:

@@ -60,6 +60,11 @@ class Model:
     def free(self) -> set[int]:
         return {block for block, page in self.page_of.items() if page.state in MAPPED} - self.owned - set(self.cached)
 
+    def withheld(self, most_blocks: int) -> int:
+        """Free blocks that lie above the limit, on pages of up to `most_blocks`."""
+        settled = sum(page.state in (*MAPPED, PageState.QUARANTINED) for page in self.pages)
+        return max(0, settled - self.limit) * most_blocks
+
     def held(self) -> int:
         return sum(page.state is not PageState.UNMAPPED and len(page.blocks) > 0 for page in self.pages)
 
@@ -132,7 +137,7 @@ class LedgerMachine(RuleBasedStateMachine):
         free = self.model.free()
         fits = [len(free & set(page.blocks)) for page in self.model.pages if page.state in MAPPED]
         ranges = self.ledger.take(blocks)
-        if blocks > len(free):
+        if blocks and blocks + self.model.withheld(self.geometry.max_blocks_per_page) > len(free):
             assert ranges is None
             return
         assert ranges is not None
@@ -140,9 +145,10 @@ class LedgerMachine(RuleBasedStateMachine):
         assert len(ids) == len(set(ids)) == blocks
         assert set(ids) <= free
         regular = self.geometry.page_bytes % self.geometry.block_stride_bytes == 0
-        if blocks and regular and any(fit >= blocks for fit in fits):
+        used = [len(free & set(page.blocks)) for page in self.model.pages if page.state is PageState.USED]
+        above = self.model.held() > self.model.limit
+        if blocks and regular and any(fit >= blocks for fit in (used if above else fits)):
             assert len({self.model.page_of[block].blocks.start for block in ids}) == 1, "one page could hold the whole"
-            used = [len(free & set(page.blocks)) for page in self.model.pages if page.state is PageState.USED]
             tightest = min((fit for fit in used if fit >= blocks), default=None)
             if tightest is not None:
                 assert len(free & set(self.model.page_of[ids[0]].blocks)) == tightest, "another page fits better"
@@ -393,7 +399,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def same_sums(self) -> None:
         counts, model = self.ledger.counts(), self.model
         states = [page.state for page in model.pages]
-        assert counts.free_blocks == self.ledger.available() == len(model.free())
+        assert counts.free_blocks == len(model.free())
+        spare = len(model.free()) - model.withheld(self.geometry.max_blocks_per_page)
+        assert self.ledger.available() == max(0, spare)
+        assert self.ledger.reachable() == max(0, spare + len(model.cached))
+        assert self.ledger.missing(5) == max(0, 5 - spare)
         assert counts.owned_blocks == len(model.owned)
         assert counts.cached_blocks == self.ledger.cached_blocks == len(model.cached)
         assert counts.mapped_pages == sum(state in MAPPED for state in states)

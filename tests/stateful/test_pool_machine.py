@@ -94,6 +94,7 @@ class PoolMachine(RuleBasedStateMachine):
             return multiple()
         assert len(ids) == len(set(ids)) == count
         assert not self.owned & set(ids)
+        assert len(self.owned) + len(self.cached) + count <= self.pool.counts().limit_pages * GEOMETRY.max_blocks_per_page
         assert not self.cached & set(ids)
         self.owned |= set(ids)
         return tuple(ids)

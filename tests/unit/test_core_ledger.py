@@ -544,6 +544,61 @@ def test_a_lower_limit_is_deferred_until_owned_blocks_are_given() -> None:
     assert ledger.held_pages == 2
 
 
+def test_above_its_limit_a_ledger_gives_what_would_fit_within_it() -> None:
+    ledger = mapped(pages=6)  # of 4 blocks
+    ids = take(ledger, 20)
+    ledger.set_limit(3, revision=1)
+    assert (ledger.available(), ledger.reachable(), ledger.missing(1)) == (0, 0, 9)
+    give(ledger, ids[:8], -1)
+    assert (ledger.take(1), ledger.take_sets(1)) == (None, None)  # two pages are empty; what is owned would fill the three that may be held
+    assert ledger.take(0) == []
+    give(ledger, ids[8:10], -1)
+    assert (ledger.available(), ledger.missing(3)) == (2, 1)
+    take(ledger, 2)
+    assert ledger.take(1) is None
+    ledger.settle_shrink(ledger.plan_shrink(3), released=True)
+    check(ledger)
+
+
+def test_above_its_limit_holes_are_filled_before_an_empty_page_is_begun() -> None:
+    ledger = mapped(pages=6)
+    ids = take(ledger, 16)
+    give(ledger, [ids[0], ids[5], ids[10]], -1)
+    ledger.set_limit(5, revision=1)  # pages 4 and 5 are empty
+    assert {block // 4 for block in take(ledger, 3)} == {0, 1, 2}
+    assert {block // 4 for block in take(ledger, 4)} == {4}  # there are no holes any more
+    assert ledger.take(1) is None
+    check(ledger)
+
+
+def test_pages_on_their_way_out_are_no_longer_above_the_limit() -> None:
+    ledger = mapped(pages=4)
+    ledger.set_limit(2, revision=1)
+    assert ledger.available() == 8
+    plan = ledger.plan_shrink(2)
+    assert ledger.available() == 8
+    ledger.settle_shrink(plan, released=False)
+    assert ledger.available() == 8
+    ledger.quarantine([3])
+    assert ledger.available() == 4  # of two good pages above a limit of two, beside the lost one
+    check(ledger)
+
+
+def test_a_busy_ledger_gets_below_a_lower_limit() -> None:
+    ledger = mapped(pages=16)
+    choose = random.Random(5)
+    held = take(ledger, 64)
+    ledger.set_limit(6, revision=1)
+    for step in range(400):  # as many come as go, but for the turned away
+        give(ledger, [held.pop(choose.randrange(len(held))) for _ in range(min(4, len(held)))], step)
+        held += take(ledger, min(4, ledger.available()))
+        ledger.advance(step)
+        ledger.settle_shrink(ledger.plan_shrink(ledger.overage_pages()), released=True)
+    assert ledger.held_pages == 6
+    assert len(held) == 24
+    check(ledger)
+
+
 def test_growth_stops_at_the_limit_pages_in_plans_included() -> None:
     ledger = Ledger(geometry(pages=8), limit_pages=3)
     ledger.settle_grow(ledger.plan_grow(2), mapped=True)

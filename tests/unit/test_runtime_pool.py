@@ -130,6 +130,22 @@ def test_a_take_beyond_the_limit_is_a_miss_that_changes_nothing(port):
     must_be_consistent(pool)
 
 
+def test_above_a_lower_limit_cached_blocks_make_room_for_what_fits_within_it(port):
+    pool = make(port)
+    ids = [block for first, count in pool.take(16) for block in range(first, first + count)]
+    pool.give_cached(ids[:8], -1, last_use=1)
+    pool.set_limits(Limits(3 * PAGE, revision=1))
+    assert (pool.reachable(), pool.obtainable()) == (4, 4)
+    evicted = []
+    pool.on_evict = evicted.extend
+    with pytest.raises(PoolExhausted, match="at its limit"):
+        pool.take(5)
+    assert evicted == []  # for what cannot be had nothing is lost
+    assert sum(count for _, count in pool.take(4)) == 4
+    assert len(evicted) == 8
+    must_be_consistent(pool)
+
+
 def test_when_the_card_has_less_than_asked_all_that_is_there_is_used(port):
     port.room_pages = 5
     pool = make(port)

@@ -24,7 +24,12 @@ class Bank:
         self.waits = 0
         self.grows = 0
         self.grow_takes = lambda: None
-        self.pool = SimpleNamespace(available=lambda: self.ready, obtainable=lambda: self.at_best, grow=self._grow)
+        self.pool = SimpleNamespace(
+            available=lambda: self.ready,
+            missing=lambda blocks: max(0, blocks - self.ready),
+            obtainable=lambda: self.at_best,
+            grow=self._grow,
+        )
 
     def _grow(self, pages: int, *, urgent: bool) -> int:
         self.grows += 1

@@ -81,7 +81,10 @@ def _check_sums(table: PageTable, planner: Planner) -> None:
     for what, (kept, counted) in sums.items():
         _demand(kept == counted, f"{kept} {what} are kept but {counted} are there")
     _demand(table.largest_marker >= max(table.markers), "a page's marker is above the largest one")
-    _demand(0 <= planner.limit_pages <= table.none, f"the limit of {planner.limit_pages} pages is outside the range")
+    _demand(0 <= table.limit_pages <= table.none, f"the limit of {table.limit_pages} pages is outside the range")
+    over = len(mapped) + len(lost) - table.limit_pages
+    withheld = max(0, over) * table.page_limit
+    _demand(table.withheld == withheld, f"{table.withheld} blocks are withheld, {withheld} lie above the limit")
 
 
 def _check_runs(table: PageTable) -> None:

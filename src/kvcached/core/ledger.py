@@ -52,7 +52,8 @@ class Ledger:
 
     def __init__(self, geometry: BlockGeometry, *, limit_pages: int) -> None:
         self._table = PageTable(geometry)
-        self._planner = Planner(self._table, max(0, min(limit_pages, geometry.pages)))
+        self._table.limit_pages = max(0, min(limit_pages, geometry.pages))
+        self._planner = Planner(self._table)
         self._cache = CacheIndex(self._table)
         self._revision = 0
 
@@ -63,8 +64,17 @@ class Ledger:
     # ------------------------------------------------------------------ take
 
     def available(self) -> int:
-        """Free blocks on mapped pages: a take of that many succeeds."""
-        return self._table.available
+        """Free blocks on mapped pages, less what lies above the limit: a take of that many succeeds."""
+        spare = self._table.available - self._table.withheld
+        return spare if spare > 0 else 0
+
+    def missing(self, blocks: int) -> int:
+        """Blocks that would have to become free first for a take of so many."""
+        return max(0, blocks + self._table.withheld - self._table.available)
+
+    def reachable(self) -> int:
+        """Blocks that can be had without mapping a page: available, or cached ones evicted."""
+        return max(0, self._table.available + len(self._cache) - self._table.withheld)
 
     def take(self, blocks: int) -> list[BlockRange] | None:
         """`blocks` free blocks become owned; None, and nothing changed, when fewer are available.
@@ -75,7 +85,7 @@ class Ledger:
         table = self._table
         page = table.open_page
         spare = table.counts[page] - blocks
-        if spare >= 0 < blocks and not (table.nonempty >> blocks) & ((1 << spare) - 1):
+        if spare >= 0 < blocks and not table.withheld and not (table.nonempty >> blocks) & ((1 << spare) - 1):
             holes = table.frees[page]
             low = holes & -holes
             taken = low if blocks == 1 else low * ((1 << blocks) - 1)
@@ -87,7 +97,7 @@ class Ledger:
                 table.counts[page] = spare
                 table.available -= blocks
                 return [(table.starts[page] + low.bit_length() - 1, blocks)]
-        if blocks > table.available:
+        if blocks + table.withheld > table.available and blocks > 0:
             return None
         if blocks < 0:
             raise Misuse(f"{blocks} blocks cannot be taken")
@@ -111,7 +121,7 @@ class Ledger:
         For many blocks in about as many places, which would be as many ranges.
         """
         table = self._table
-        if blocks > table.available:
+        if blocks + table.withheld > table.available and blocks > 0:
             return None
         if blocks < 0:
             raise Misuse(f"{blocks} blocks cannot be taken")
@@ -296,24 +306,26 @@ class Ledger:
     # ------------------------------------------------------------------ limits and sight
 
     def set_limit(self, limit_pages: int, revision: int) -> LimitChange:
-        """Bound what is held, from the next plan on. Nothing that is owned is taken; `overage_pages` go as they become free."""
+        """Bound what is held, from the next plan on. Nothing that is owned is taken; `overage_pages` go as they become free, and until then
+        a take gets no more than would fit within the limit."""
         if revision < self._revision:
-            return LimitChange(LimitOutcome.STALE, self._planner.limit_pages, self.overage_pages())
+            return LimitChange(LimitOutcome.STALE, self._table.limit_pages, self.overage_pages())
         self._revision = revision
-        self._planner.limit_pages = max(len(self._table.pinned), min(limit_pages, self._table.geometry.pages))
+        self._table.limit_pages = max(len(self._table.pinned), min(limit_pages, self._table.geometry.pages))
+        self._table.bound()
         overage = self.overage_pages()
         outcome = LimitOutcome.DEFERRED if overage else LimitOutcome.APPLIED
-        if self._planner.limit_pages != limit_pages:
+        if self._table.limit_pages != limit_pages:
             outcome = LimitOutcome.CLAMPED
-        return LimitChange(outcome, self._planner.limit_pages, overage)
+        return LimitChange(outcome, self._table.limit_pages, overage)
 
     def overage_pages(self) -> int:
         """Pages held beyond the limit."""
-        return max(0, self._table.held - self._planner.limit_pages)
+        return max(0, self._table.held - self._table.limit_pages)
 
     @property
     def limit_pages(self) -> int:
-        return self._planner.limit_pages
+        return self._table.limit_pages
 
     @property
     def parked_pages(self) -> int:
@@ -342,7 +354,7 @@ class Ledger:
         return self.state_of(block) is BlockState.CACHED
 
     def counts(self) -> PoolCounts:
-        return count(self._table, self._planner.limit_pages, len(self._cache))
+        return count(self._table, len(self._cache))
 
     def pages(self) -> Iterator[PageReport]:
         """Every page that is held, ascending."""

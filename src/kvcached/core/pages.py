@@ -40,6 +40,7 @@ class PageTable:
         "held",
         "indexed",
         "largest_marker",
+        "limit_pages",
         "lost",
         "lost_owned_blocks",
         "lows",
@@ -65,6 +66,7 @@ class PageTable:
         "stranded",
         "unmapping",
         "whole_pages",
+        "withheld",
     )
 
     def __init__(self, geometry: BlockGeometry) -> None:
@@ -93,6 +95,8 @@ class PageTable:
         self.run_parked: dict[int, int] = {}  # first page of each run of several pages -> how many of them are parked
         self.pinned: set[int] = set()
         self.available = 0  # free blocks on mapped pages
+        self.limit_pages = pages  # that may be held
+        self.withheld = 0  # free blocks that nobody is given, while more is held than may be
         self.held = 0  # pages that are not unmapped (nor void)
         self.mapping = self.parked = self.retired = self.unmapping = self.lost = 0  # of them; the rest is used
         self.mapped_blocks = 0  # blocks of parked, used and retired pages
@@ -153,11 +157,13 @@ class PageTable:
         return self.open_page
 
     def page_for(self, blocks: int) -> int:
-        """The page that a take of `blocks` goes to next. There are enough free ones."""
+        """The page that a take of `blocks` goes to next. There are enough free ones. Above the limit an empty page is the last choice."""
         page = self.best_fit(blocks) if blocks < self.page_limit else self.none
-        if page == self.none:
+        if page == self.none and not self.withheld:
             page = self.empty_page()
-        return self.roomiest() if page == self.none else page
+        if page == self.none:
+            page = self.roomiest()
+        return page if self.counts[page] else self.empty_page()
 
     def _head(self, count: int) -> int:
         """The lowest page with `count` free blocks, or `none`; drops outdated entries on the way."""
@@ -303,6 +309,12 @@ class PageTable:
             self.states[page] = VOID
         return bool(blocks)
 
+    def bound(self) -> None:
+        """After the limit or what is held has changed. Above its limit a pool gives what would fit within it: else takes would fill the
+        holes that gives leave, no page would ever be empty, and a busy pool would stay above for good."""
+        over = self.held - self.mapping - self.unmapping - self.limit_pages
+        self.withheld = over * self.page_limit if over > 0 else 0
+
     def begin_map(self, first: int, pages: int) -> None:
         """Unmapped pages become one run that is being mapped."""
         self.states[first : first + pages] = ROWS[MAPPING] * pages
@@ -324,6 +336,7 @@ class PageTable:
         self.frees[first : first + pages] = self.counts[first : first + pages] = [0] * pages
         self.states[first : first + pages] = ROWS[UNMAPPING] * pages
         self.unmapping += pages
+        self.bound()
 
     def finish_mapped(self, first: int, pages: int) -> None:
         """Pages that were being mapped are, or pages that were being unmapped still are: they are parked."""
@@ -334,6 +347,7 @@ class PageTable:
         self.available += sum(caps)
         self.mapped_blocks += sum(caps)
         self._park(first, pages)
+        self.bound()
 
     def finish_unmapped(self, first: int, pages: int) -> None:
         """Pages that were being unmapped are, or pages that were being mapped are not."""
@@ -370,6 +384,7 @@ class PageTable:
             self._lose_blocks(page, state)
         self.states[page] = QUARANTINED
         self.lost += 1
+        self.bound()
 
     def _lose_blocks(self, page: int, state: int) -> None:
         if state == PARKED:

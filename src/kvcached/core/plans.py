@@ -43,15 +43,14 @@ class ShrinkPlan:
 
 
 class Planner:
-    """Makes and settles plans over a page table. `limit_pages` bounds what is held, pages in plans included."""
+    """Makes and settles plans over a page table, whose limit bounds what is held, pages in plans included."""
 
-    __slots__ = ("_last_id", "_open", "_table", "limit_pages")
+    __slots__ = ("_last_id", "_open", "_table")
 
-    def __init__(self, table: PageTable, limit_pages: int) -> None:
+    def __init__(self, table: PageTable) -> None:
         self._table = table
         self._open: dict[int, GrowPlan | ShrinkPlan] = {}
         self._last_id = 0
-        self.limit_pages = limit_pages
 
     @property
     def open_plans(self) -> tuple[GrowPlan | ShrinkPlan, ...]:
@@ -62,7 +61,7 @@ class Planner:
 
     def plan_grow(self, pages: int, max_run_pages: int, allow_partial: bool, max_stranded_pages: int | None) -> GrowPlan:
         table = self._table
-        wanted = min(pages, self.limit_pages - table.held)
+        wanted = min(pages, table.limit_pages - table.held)
         if wanted <= 0 or (wanted < pages and not allow_partial):
             return GrowPlan(0, ())
         if max_stranded_pages is not None and table.stranded > max_stranded_pages:

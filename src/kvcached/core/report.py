@@ -49,10 +49,10 @@ class PageReport:
     pinned: bool
 
 
-def count(table: PageTable, limit_pages: int, cached_blocks: int) -> PoolCounts:
+def count(table: PageTable, cached_blocks: int) -> PoolCounts:
     mapped = table.held - table.mapping - table.unmapping - table.lost
     return PoolCounts(
-        limit_pages=limit_pages,
+        limit_pages=table.limit_pages,
         held_pages=table.held,
         mapped_pages=mapped,
         mapping_pages=table.mapping,

@@ -15,7 +15,8 @@ from kvcached.runtime.endpoint import endpoint_path, prepare_run_dir
 from kvcached.runtime.keeper import Keeper, KeeperOptions
 from kvcached.runtime.operations import PoolOperations
 from kvcached.runtime.peers import Peers
-from kvcached.runtime.pool import Pool, PoolOptions
+from kvcached.runtime.pool import Pool
+from kvcached.runtime.pool_options import PoolOptions
 from kvcached.units import MIB, ceil_div
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvcached.core.ledger import Ledger
@@ -23,6 +22,7 @@ from kvcached.errors import InvariantBroken, KVCachedError, Misuse, PeerRefused,
 from kvcached.ranks.api import LimitsRequest, MapperPort, MapperStatus, Outcome, Report, Verdict
 from kvcached.runtime.forking import OrphanedLock, in_forked_child
 from kvcached.runtime.pagework import PageWork
+from kvcached.runtime.pool_options import PoolOptions
 from kvcached.units import ceil_div
 
 if TYPE_CHECKING:
@@ -37,20 +37,6 @@ Ranges = list[tuple[int, int]]
 Sets = list[tuple[int, int]]  # (page, set of its blocks: bit i is the page's i-th)
 NOTHING_IN_FLIGHT: Final = NO_MARKER
 """The marker of a give behind which no work was queued."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolOptions:
-    """How a pool behaves. Pages and blocks are counts; `max_cached_blocks` < 0 is unlimited.
-
-    `refusal_pause_s`: after a refusal, takes that cached blocks can serve do not ask the card again for so long.
-    """
-
-    grow_deadline_s: float = 0.25
-    refusal_pause_s: float = 0.05
-    large_run_pages: int = 1
-    stranded_fraction: float = 0.05
-    max_cached_blocks: int = -1
 
 
 class Pool:
@@ -109,8 +95,16 @@ class Pool:
     # ------------------------------------------------------------------ blocks
 
     def available(self) -> int:
-        """Free blocks on mapped pages: a take of this many is warm."""
+        """Free blocks on mapped pages, less what lies above the limit: a take of this many is warm."""
         return self._ledger.available()
+
+    def missing(self, blocks: int) -> int:
+        """What a take of so many lacks to be warm."""
+        return self._ledger.missing(blocks)
+
+    def reachable(self) -> int:
+        """Blocks that a take certainly gets: available, or cached."""
+        return self._ledger.reachable()
 
     def obtainable(self) -> int:
         """Blocks that a take could get at best: free, cached, and on pages that the limit still allows. Pages on their way in or out are
@@ -119,7 +113,7 @@ class Pool:
             counts = self._ledger.counts()
             settled_pages = counts.held_pages - counts.mapping_pages - counts.unmapping_pages
             growable = min(counts.limit_pages, self.geometry.pages) - settled_pages
-            return counts.free_blocks + counts.cached_blocks + max(0, growable) * self.geometry.max_blocks_per_page
+            return max(0, counts.free_blocks + counts.cached_blocks + growable * self.geometry.max_blocks_per_page)
 
     def max_blocks(self) -> int:
         """Blocks that the pool can ever hold at the same time: by its limit, its range, and what others on the card never give up."""
@@ -162,12 +156,10 @@ class Pool:
         return ranges
 
     def _make_available(self, blocks: int) -> None:
-        can_evict = self._ledger.available() + self._ledger.cached_blocks >= blocks
+        can_evict = self._ledger.reachable() >= blocks
         if not can_evict or time.monotonic() >= self._refused_until_s:
-            self.grow(blocks - self._ledger.available(), urgent=not can_evict)
-        missing = blocks - self._ledger.available()
-        if missing > 0:
-            self._evict(self._ledger.victims_for_blocks(missing))
+            self.grow(self._ledger.missing(blocks), urgent=not can_evict)
+        self._evict(self._ledger.victims_for_blocks(self._ledger.missing(blocks)))
 
     def take_ids(self, ids: Sequence[int]) -> None:
         """Take exactly these free ids, all or none. Raises `PoolExhausted` when one is not free on a mapped page."""

@@ -132,24 +132,37 @@ def squeeze(release: Release, case: Case) -> dict[str, Any]:
     """The limit falls while requests run, to less than they hold together; later it rises again, and as many requests come once more."""
     engine = start(release, case)
     retracted = count_retractions(engine)
-    (bank, *_) = pools_of(engine) or [None]
+    (bank,) = pools_of(engine)
     limits = {step: pages for step, pages in case["limits"]}
-    seen: list[list[int]] = []
+    seen: list[dict[str, int]] = []
 
     def change(_: Engine) -> None:
-        if bank is not None and engine.step in limits:
+        if engine.step in limits:
             set_limit(bank, limits[engine.step])
         if engine.step == max(limits):
             send_round(engine, case, "b")
-        if bank is not None:
-            if engine.step == max(limits) - 1:  # what nobody owns any more the keeper takes in its own time
-                settle(bank.pool.overage_pages, lambda pages: pages <= 0)
-            counts = bank.pool.counts()
-            seen.append([engine.step, counts.limit_pages, counts.held_pages])
+        if engine.step == max(limits) - 1:  # what nobody owns any more the keeper takes in its own time
+            settle(bank.pool.overage_pages, lambda pages: pages <= 0)
+        counts = bank.pool.counts()
+        seen.append(
+            {
+                "step": engine.step,
+                "limit": counts.limit_pages,
+                "held": counts.held_pages,
+                "used": counts.used_pages,
+                "owned": counts.owned_blocks,
+            }
+        )
 
     send_round(engine, case, "a")
     out = engine.run(change)
-    return {"tokens": out, "reasons": engine.reasons(), "retracted": retracted[0], "seen": seen} | after_flush(engine)
+    return {
+        "tokens": out,
+        "reasons": engine.reasons(),
+        "retracted": retracted[0],
+        "seen": seen,
+        "page_blocks": bank.pool.geometry.max_blocks_per_page,
+    } | after_flush(engine)
 
 
 def hopeless(release: Release, case: Case) -> dict[str, Any]:

@@ -98,9 +98,9 @@ class AgreedGate(Gate):
         """As far as this rank can. It may have to wait, but not for other ranks."""
         pool = self.bank.pool
         self.bank.settle()
-        if (missing := pages - pool.available()) > 0:
+        if missing := pool.missing(pages):
             self._grow(missing, urgent=urgent, insist=insist)
-        if pages > pool.available():
+        if pool.missing(pages):
             self.bank.settle(wait=True)
 
     def _agree_on_ready(self, pages: int) -> int:

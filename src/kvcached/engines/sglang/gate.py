@@ -114,21 +114,21 @@ class Gate:
         """
         pool, pages = self.bank.pool, self.pages(slots)
         self.bank.settle()
-        missing = pages - pool.available()
-        if missing <= 0:
+        missing = pool.missing(pages)
+        if not missing:
             return True
         can_evict = self.pages(self.tree.evictable()) >= missing
         self._grow(missing, urgent=not can_evict, insist=insist and not can_evict)
-        while (missing := pages - pool.available()) > 0 and self.tree.evict(missing * self.bank.page_slots):
+        while (missing := pool.missing(pages)) and self.tree.evict(missing * self.bank.page_slots):
             self.bank.settle(wait=True)
         if 0 < missing <= self.bank.arriving_pages:
             self.bank.settle(wait=True)
-        return pool.available() >= pages
+        return not pool.missing(pages)
 
     def may_have(self, slots: int) -> bool:
         """Whether asking for so many slots again, after a refusal, is worth the time."""
         self.bank.settle()
-        if self.bank.pool.available() >= self.pages(slots):
+        if not self.bank.pool.missing(self.pages(slots)):
             return True
         return time.monotonic() >= self._ask_again_s and self.bank.pool.obtainable() >= self.pages(slots)
 
@@ -168,7 +168,7 @@ class Gate:
     def prepare(self, slots: int) -> None:
         """SGLang is about to take up to so many slots, usually fewer: make room without waiting for ids."""
         self.bank.settle()
-        missing = self.pages(slots) - self.bank.pool.available() - self.bank.arriving_pages
+        missing = self.bank.pool.missing(self.pages(slots)) - self.bank.arriving_pages
         if missing > 0:
             self._grow(missing, urgent=False, insist=False)
             self.evict_ahead(slots)
@@ -176,7 +176,7 @@ class Gate:
     def evict_ahead(self, slots: int) -> None:
         """Where ids come back late: have so many slots ready, or on their way, by the next time somebody asks."""
         pool, bank = self.bank.pool, self.bank
-        missing = self.pages(slots) - pool.available() - bank.arriving_pages
+        missing = pool.missing(self.pages(slots)) - bank.arriving_pages
         if missing > 0 and pool.obtainable() - pool.available() < missing and self.tree.evictable():
             self.tree.evict(missing * bank.page_slots)
 

@@ -119,7 +119,7 @@ class ElasticBlockPool(BlockPool):
         """Blocks that `get_new_blocks` can certainly supply: free on mapped pages, or cached."""
         if self.kvcached_counts_logically:
             return int(super().get_num_free_blocks())
-        return self.kvcached_pool.available() + self.kvcached_pool.ledger.cached_blocks
+        return self.kvcached_pool.reachable()
 
     def get_usage(self) -> float:
         """Blocks in use, as a share of what the pool may hold."""
