@@ -68,6 +68,18 @@ class MapperStatus:
     held_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class MapperTally:
+    """How long a mapper's work took so far, as `kvcached.core.tally.Numbers`: leases; calls that make or map pages; calls that unmap
+    them; steps of the engine that waited for maps.
+    """
+
+    lease: tuple[int, ...] = ()
+    map: tuple[int, ...] = ()
+    unmap: tuple[int, ...] = ()
+    step: tuple[int, ...] = ()
+
+
 class MapperPort(Protocol):
     """A mapper as its owner sees it. Every call returns at once; the future ends when the mapper has answered.
 
@@ -96,6 +108,9 @@ class MapperPort(Protocol):
 
     def status(self, timeout_s: float) -> MapperStatus:
         """Raises `PeerTimeout`, `PeerLost`."""
+
+    def tally(self, timeout_s: float) -> Sequence[MapperTally]:
+        """One for each rank, in rank order. Raises `PeerTimeout`, `PeerLost`."""
 
     def close(self) -> None: ...
 

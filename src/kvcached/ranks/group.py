@@ -16,10 +16,10 @@ import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvcached.errors import Misuse, PeerError, PeerLost, PeerTimeout
-from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report, Runs, Verdict
+from kvcached.ranks.api import LimitsRequest, MapperStatus, MapperTally, Outcome, Report, Runs, Verdict
 from kvcached.ranks.coordinator import Coordinator, Effect, Fail, Remind, Send, Settle
 from kvcached.ranks.credit import CreditAccount
 from kvcached.ranks.facts import MapperFacts, agreed
@@ -27,7 +27,7 @@ from kvcached.ranks.inquiry import Answers, Inquiries
 from kvcached.ranks.limits import SharedLimits
 from kvcached.ranks.link import Link, connect_all
 from kvcached.ranks.loop import Loop
-from kvcached.ranks.messages import Goodbye, Hello, Message, StatusRequest
+from kvcached.ranks.messages import Goodbye, Hello, Message, StatusRequest, TallyRequest
 from kvcached.ranks.operations import pages_of
 from kvcached.ranks.scale import Scale
 from kvcached.ranks.transactions import Answer, classes_of
@@ -44,6 +44,7 @@ _STEPPING_S: Final = 0.05
 _CLOSE_TIMEOUT_S: Final = 5.0
 _CLOSED: Final = "the pool is closed"
 _DONE: Final = Outcome(Verdict.DONE)
+_A = TypeVar("_A", MapperStatus, MapperTally)
 
 
 class RankGroup:
@@ -169,19 +170,26 @@ class RankGroup:
 
     def status_by_rank(self, timeout_s: float) -> list[MapperStatus]:
         """What each rank's arena holds, in that rank's bytes. Raises `PeerTimeout`, `PeerLost`."""
+        return self._ask_all(StatusRequest(), MapperStatus, timeout_s)
+
+    def tally(self, timeout_s: float) -> list[MapperTally]:
+        """What each rank's work took. Raises `PeerTimeout`, `PeerLost`."""
+        return self._ask_all(TallyRequest(), MapperTally, timeout_s)
+
+    def _ask_all(self, request: StatusRequest | TallyRequest, kind: type[_A], timeout_s: float) -> list[_A]:
         answered: Future[Answers] = Future()
         with self._turn():
             if self._failure:
                 raise PeerLost(self._failure)
-            self._ask(range(len(self._links)), lambda _: StatusRequest(), answered.set_result)
+            self._ask(range(len(self._links)), lambda _: request, answered.set_result)
         try:
             by_rank = answered.result(timeout_s)
         except FutureTimeout as error:
             raise PeerTimeout(f"not every one of {len(self._links)} ranks answered within {timeout_s:g} s") from error
-        statuses = [status for _, status in sorted(by_rank.items()) if isinstance(status, MapperStatus)]
-        if len(statuses) < len(self._links):
+        answers = [answer for _, answer in sorted(by_rank.items()) if isinstance(answer, kind)]
+        if len(answers) < len(self._links):
             raise PeerLost(self._failure or "a rank is gone")
-        return statuses
+        return answers
 
     def close(self) -> None:
         """Say goodbye, and wait, bounded, until every rank has given its memory back. A second call does nothing."""

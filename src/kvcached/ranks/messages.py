@@ -12,14 +12,14 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcached.errors import HandshakeMismatch, PeerRefused
-from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report
+from kvcached.ranks.api import LimitsRequest, MapperStatus, MapperTally, Outcome, Report
 from kvcached.ranks.transactions import Abort, Acquire, Answer, Commit, MapNow, Prepare, Query, RankMessage, Release, Revert
 from kvcached.ranks.wire import F64, FLAG, I64, NUMBERS, OPS, OUTCOME, PAIRS, PHASE, TEXT, U64, Codec, Reader, record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 MAX_BODY_BYTES: Final = 1 << 22
 HEADER: Final = struct.Struct("<4sHHIQ")
 _MAGIC: Final = b"KVRK"
@@ -31,6 +31,7 @@ class Kind(IntEnum):
     REPORT = 5
     STATUS = 6
     LIMITS = 7
+    TALLY = 8
     ACQUIRE = 16
     MAP_NOW = 17
     RELEASE = 18
@@ -42,6 +43,7 @@ class Kind(IntEnum):
     OUTCOME = 32
     STATUS_ANSWER = 33
     ANSWER = 34
+    TALLY_ANSWER = 35
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +71,17 @@ class StatusRequest:
     pass
 
 
-Message = Hello | Goodbye | StatusRequest | LimitsRequest | Report | Outcome | MapperStatus | RankMessage | Answer
+@dataclass(frozen=True, slots=True)
+class TallyRequest:
+    pass
+
+
+_Question = StatusRequest | TallyRequest | LimitsRequest | Report
+Message = Hello | Goodbye | _Question | Outcome | MapperStatus | MapperTally | RankMessage | Answer
 
 _ENDING: Final[Mapping[str, Codec]] = {"tx": U64, "ops": OPS}
 _STATUS_FIELDS: Final = dict.fromkeys(MapperStatus.__slots__, U64)
+_TALLY_FIELDS: Final = dict.fromkeys(MapperTally.__slots__, NUMBERS)
 _REPORT_FIELDS: Final = dict.fromkeys(Report.__slots__, U64)
 _LAYOUTS: Final[Mapping[Kind, tuple[type[Any], Codec]]] = {
     kind: (message, record(message, **fields))
@@ -81,6 +90,7 @@ _LAYOUTS: Final[Mapping[Kind, tuple[type[Any], Codec]]] = {
         (Kind.GOODBYE, Goodbye, {}),
         (Kind.REPORT, Report, _REPORT_FIELDS),
         (Kind.STATUS, StatusRequest, {}),
+        (Kind.TALLY, TallyRequest, {}),
         (Kind.LIMITS, LimitsRequest, {"limit_bytes": U64, "floor_bytes": U64, "weight": F64, "revision": U64}),
         (Kind.ACQUIRE, Acquire, {"tx": U64, "classes": PAIRS, "urgent": FLAG, "ticket": U64, "ops": OPS}),
         (Kind.MAP_NOW, MapNow, {"tx": U64, "runs": PAIRS, "urgent": FLAG, "ticket": U64, "ops": OPS}),
@@ -91,6 +101,7 @@ _LAYOUTS: Final[Mapping[Kind, tuple[type[Any], Codec]]] = {
         (Kind.REVERT, Revert, _ENDING),
         (Kind.QUERY, Query, _ENDING),
         (Kind.STATUS_ANSWER, MapperStatus, _STATUS_FIELDS),
+        (Kind.TALLY_ANSWER, MapperTally, _TALLY_FIELDS),
         (
             Kind.ANSWER,
             Answer,

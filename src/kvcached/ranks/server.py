@@ -2,7 +2,7 @@
 """The mapper's end: one owner, one kept connection, and the participant that says what is performed and when.
 
     engine's thread   the maps that a step brings, before the step runs
-    reading thread    maps and acquisitions, limits, reports, status
+    reading thread    maps and acquisitions, limits, reports, status, tallies
     slow lane         waits for the engine's stream; unmaps and releases
 
 A map never waits behind a fence, and the engine's thread waits for nothing but maps.
@@ -18,13 +18,15 @@ import struct
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
+from kvcached.core.tally import Histogram
 from kvcached.errors import PeerError, PeerLost, PeerRefused, StateUnknown
 from kvcached.ranks.actions import AcquireHandles, Action, MapFresh, MapHeld
-from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report, Verdict
+from kvcached.ranks.api import LimitsRequest, MapperStatus, MapperTally, Outcome, Report, Verdict
 from kvcached.ranks.frames import FrameReader, close_in_forked_child, listen_private, trusted_peer_of
-from kvcached.ranks.messages import Goodbye, Hello, Message, StatusRequest, check_hello, encode
+from kvcached.ranks.messages import Goodbye, Hello, Message, StatusRequest, TallyRequest, check_hello, encode
 from kvcached.ranks.participant import AwaitStep, Effect, Participant, Perform, Reply
 from kvcached.ranks.transactions import RankMessage
 
@@ -51,6 +53,8 @@ class RankPort(Protocol):
     def report(self, report: Report) -> None: ...
 
     def status(self) -> MapperStatus: ...
+
+    def tally(self) -> MapperTally: ...
 
 
 class Gate(Protocol):
@@ -83,6 +87,7 @@ class RankServer:
         self._on_owner_lost = on_owner_lost
         self._fence_timeout_s = fence_timeout_s
         self._participant = Participant()
+        self._step_waits = Histogram()  # counted by the engine's thread alone
         self._lock = threading.Lock()  # the participant and the lanes
         self._maps: deque[tuple[int, MapHeld]] = deque()
         self._mapping = 0
@@ -108,6 +113,7 @@ class RankServer:
         now is mapped when this returns. Raises `StateUnknown` when something that was promised could not be mapped, or the owner that
         promised it is gone."""
         if ops:
+            begun_ns = time.monotonic_ns()
             with self._lock:
                 if self._orphaned:
                     raise StateUnknown(f"the owner of {self._path} is gone, and with it the pages that this step reads")
@@ -116,6 +122,7 @@ class RankServer:
             self._send_replies()
             with self._lock:
                 ended = self._maps_done.wait_for(lambda: not self._maps and not self._mapping, _MAP_TIMEOUT_S)
+            self._step_waits.observe(time.monotonic_ns() - begun_ns)
             if not ended:
                 raise StateUnknown(f"pages that this step reads were not mapped within {_MAP_TIMEOUT_S:g} s")
         if self._participant.broken is not None:
@@ -264,6 +271,8 @@ class RankServer:
                 self._send(Outcome(Verdict.DONE), number)
             case StatusRequest():
                 self._send(self._memory.status(), number)
+            case TallyRequest():
+                self._send(replace(self._memory.tally(), step=self._step_waits.numbers()), number)
             case _ if isinstance(message, RankMessage):
                 with self._lock:
                     self._take(self._participant.received(message))

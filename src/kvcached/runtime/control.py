@@ -41,9 +41,11 @@ from kvcached.runtime.control_messages import (
     Failure,
     FloorRequest,
     LimitRequest,
+    MetricsRequest,
     PingRequest,
     Pong,
     PoolControl,
+    PoolMetrics,
     PoolRequest,
     PoolStatus,
     PressureRequest,
@@ -75,6 +77,7 @@ __all__ = [
     "Explanation",
     "Pong",
     "PoolControl",
+    "PoolMetrics",
     "PoolStatus",
     "WeightAnswer",
     "endpoint_path",
@@ -224,7 +227,7 @@ class ControlServer:
         if isinstance(request, PingRequest):
             return Pong(protocol=PROTOCOL, version=package_version(), instance=self.path.stem, pid=os.getpid())
         answer = _perform(self._pool, request)
-        if not isinstance(request, StatusRequest | ExplainRequest):
+        if not isinstance(request, StatusRequest | MetricsRequest | ExplainRequest):
             _log.info("control from pid %d uid %d: %r -> %r", pid, uid, request, answer)
         return answer
 
@@ -233,6 +236,8 @@ def _perform(pool: PoolControl, request: PoolRequest) -> Answer:
     match request:
         case StatusRequest():
             return pool.status()
+        case MetricsRequest():
+            return pool.metrics()
         case LimitRequest():
             return pool.limit(request.limit_bytes, request.revision)
         case FloorRequest():
@@ -291,6 +296,9 @@ class ControlClient:
 
     def status(self) -> PoolStatus:
         return self._call(StatusRequest(), PoolStatus)
+
+    def metrics(self) -> PoolMetrics:
+        return self._call(MetricsRequest(), PoolMetrics)
 
     def limit(self, limit_bytes: int, revision: int | None = None) -> ChangeAnswer:
         return self._call(LimitRequest(limit_bytes=limit_bytes, revision=revision), ChangeAnswer)

@@ -102,6 +102,35 @@ class Explanation(Answer):
     rows: tuple[ExplainRow, ...] = Field(strict=False)
 
 
+_Numbers = Annotated[tuple[int, ...], Field(strict=False)]
+
+
+class RankMetrics(Answer):
+    """How long a rank's work took so far, as `kvcached.core.tally.Numbers`."""
+
+    lease: _Numbers = ()
+    map: _Numbers = ()
+    unmap: _Numbers = ()
+    step: _Numbers = ()
+
+
+class PoolMetrics(Answer):
+    """What has happened to a pool since it was opened: `kvcached.core.tally.Tally`. `ranks` is empty when not all have answered."""
+
+    refusing: bool = False
+    page_bytes: int = 0
+    block_bytes: int = 0
+    misses: int = 0
+    preemptions: int = 0
+    refusals: int = 0
+    presses: int = 0
+    taken_bytes: int = 0
+    given_bytes: int = 0
+    evicted_blocks: dict[str, int] = Field(default_factory=dict)
+    waits: _Numbers = ()
+    ranks: Annotated[tuple[RankMetrics, ...], Field(strict=False)] = ()
+
+
 class PoolControl(Protocol):
     """What a pool offers to the outside. Called from the endpoint's threads, several at a time.
 
@@ -109,6 +138,9 @@ class PoolControl(Protocol):
     """
 
     def status(self) -> PoolStatus: ...
+
+    def metrics(self) -> PoolMetrics:
+        """Waits for no engine: one that is inside a step is counted too."""
 
     def limit(self, limit_bytes: int, revision: int | None = None) -> ChangeAnswer:
         """Let the pool hold at most `limit_bytes`. With a `revision`, an answer to an older one than is in force is `stale`."""
@@ -147,6 +179,13 @@ class StatusRequest(_Request):
 
     def perform(self, pool: PoolControl) -> Answer:
         return pool.status()
+
+
+class MetricsRequest(_Request):
+    op: Literal["metrics"] = "metrics"
+
+    def perform(self, pool: PoolControl) -> Answer:
+        return pool.metrics()
 
 
 class LimitRequest(_Request):
@@ -205,7 +244,17 @@ class PressureRequest(_Request):
         return pool.pressure(self.wanted_bytes)
 
 
-PoolRequest = StatusRequest | LimitRequest | FloorRequest | WeightRequest | TrimRequest | EvictRequest | ExplainRequest | PressureRequest
+PoolRequest = (
+    StatusRequest
+    | MetricsRequest
+    | LimitRequest
+    | FloorRequest
+    | WeightRequest
+    | TrimRequest
+    | EvictRequest
+    | ExplainRequest
+    | PressureRequest
+)
 Request = PingRequest | PoolRequest
 A = TypeVar("A", bound=Answer)
 

@@ -11,6 +11,7 @@ from kvcached.card.budget import Refusal
 from kvcached.card.record import Usage
 from kvcached.errors import DeviceError, DeviceOutOfMemory, InvariantBroken, Misuse, PeerError, PeerRefused, PoolExhausted, StateUnknown
 from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report, Verdict
+from kvcached.runtime.device_times import DeviceTimes
 from kvcached.runtime.forking import OrphanedLock, in_forked_child
 from kvcached.vmm.api import ZeroBacking
 
@@ -57,6 +58,7 @@ class HeldMemory:
         self.arena = arena
         self.page_bytes = arena.config.page_bytes * arena.config.planes
         self.lock: threading.Lock | OrphanedLock = threading.Lock()
+        self.times = DeviceTimes()
         self._entry = entry
         self._lease_deadline_s = lease_deadline_s
         self._on_close = on_close
@@ -109,7 +111,8 @@ class HeldMemory:
 
     def lease(self, size_bytes: int, *, urgent: bool) -> LeaseResult:
         """All of it ownable: a take of parked pages asks nobody, so what is held must never eat into the floors of others."""
-        return self._entry.lease(size_bytes, owned=True, deadline_s=self._lease_deadline_s, want=urgent)
+        with self.times.measured(self.times.lease):
+            return self._entry.lease(size_bytes, owned=True, deadline_s=self._lease_deadline_s, want=urgent)
 
     def lease_in_turn(self, size_bytes: int, *, ticket: int) -> tuple[LeaseResult, int]:
         """The same for one of several ranks that requests wait for: with the place `ticket` (0: none yet), which they all hold on their

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvcached.core.reserve import ReserveTarget
+from kvcached.core.tally import Eviction
 from kvcached.errors import Misuse, PeerError, StateUnknown
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class Keeper:
         self._pool.shrink(over)
         over = self._pool.overage_pages()
         if over > 0:
-            self._pool.free_pages(over)
+            self._pool.free_pages(over, Eviction.LIMIT)
             self._pool.shrink(over)
         self._pool.trim_handles()
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcached.errors import PoolExhausted
-from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report, Runs, Verdict, finished
+from kvcached.ranks.api import LimitsRequest, MapperStatus, MapperTally, Outcome, Report, Runs, Verdict, finished
 from kvcached.runtime.fence import FenceFactory, NothingInFlight
 from kvcached.runtime.held import DONE, HeldMemory, Lease
 from kvcached.vmm.api import Run
@@ -73,13 +73,17 @@ class Mapper:
     def status(self, timeout_s: float) -> MapperStatus:
         return self._held.status()
 
+    def tally(self, timeout_s: float) -> list[MapperTally]:
+        return [self._held.times.tally()]
+
     def close(self) -> None:
         """Release all memory, then the lease, then the entry. A second call does nothing."""
         self._held.close()
 
     def _map(self, runs: Sequence[Run], urgent: bool) -> Outcome:
         self._cover(sum(run.count for run in runs) * self._held.page_bytes, urgent)
-        self._arena.map(runs)
+        with self._held.times.measured(self._held.times.map):
+            self._arena.map(runs)
         return DONE
 
     def _cover(self, new_bytes: int, urgent: bool) -> None:
@@ -96,5 +100,6 @@ class Mapper:
     def _unmap(self, runs: Sequence[Run]) -> Outcome:
         before = self._held.held_bytes()
         keep = self._arena.stats().cached_bytes + sum(run.count for run in runs) * self._held.page_bytes <= self._handle_cache_bytes
-        self._arena.unmap(runs, keep=keep)
+        with self._held.times.measured(self._held.times.unmap):
+            self._arena.unmap(runs, keep=keep)
         return Outcome(Verdict.DONE, size_bytes=before - self._held.held_bytes())

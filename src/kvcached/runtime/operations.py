@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from kvcached.card.record import NO_LIMIT_BYTES
 from kvcached.core.limits import Limits
-from kvcached.errors import PeerRefused, PeerTimeout
+from kvcached.core.tally import Eviction
+from kvcached.errors import PeerError, PeerRefused, PeerTimeout
 from kvcached.ranks.api import MapperStatus
-from kvcached.runtime.control import BytesAnswer, ChangeAnswer, Explanation, PoolStatus, WeightAnswer
+from kvcached.runtime.control import BytesAnswer, ChangeAnswer, Explanation, PoolMetrics, PoolStatus, WeightAnswer
+from kvcached.runtime.control_messages import RankMetrics
 from kvcached.runtime.explain import explain_pool
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 _LOCK_TIMEOUT_S: Final = 1.0
 _PRESSURE_LOCK_TIMEOUT_S: Final = 0.05  # an engine that is busy for longer is growing itself, perhaps by pressing the asker
 _STATUS_TIMEOUT_S: Final = 1.0
+_TALLY_TIMEOUT_S: Final = 0.2  # the pool's own numbers do not wait longer for those of its ranks
 
 
 class PoolOperations:
@@ -42,6 +46,7 @@ class PoolOperations:
         self._instance = instance
         self._name = name
         self._status_timeout_s = port_status_timeout_s
+        self._counting = threading.Lock()  # several pools may press at a time
         self.longest_request_tokens: Callable[[], int] = int  # an engine's adapter knows
 
     @contextlib.contextmanager
@@ -91,6 +96,28 @@ class PoolOperations:
         total = self._pool.port_status(self._status_timeout_s)
         page_bytes, all_bytes = self._facts.geometry.release_step_bytes, sum(self._facts.page_bytes_by_card.values())
         return MapperStatus(*(getattr(total, name) * page_bytes // all_bytes for name in MapperStatus.__slots__))
+
+    def metrics(self) -> PoolMetrics:
+        """Takes no lock of the pool's."""
+        pool, tally, geometry = self._pool, self._pool.tally, self._pool.geometry
+        try:
+            by_rank = pool.port_tally(_TALLY_TIMEOUT_S)
+        except PeerError:  # one that is stopped, or gone: what the pool itself has counted is known all the same
+            by_rank = ()
+        return PoolMetrics(
+            refusing=pool.failed is not None,
+            page_bytes=geometry.release_step_bytes,
+            block_bytes=geometry.planes * geometry.block_stride_bytes,
+            misses=tally.misses,
+            preemptions=tally.preemptions,
+            refusals=tally.refusals,
+            presses=tally.presses,
+            taken_bytes=tally.taken_bytes,
+            given_bytes=tally.given_bytes,
+            evicted_blocks={why.value: blocks for why, blocks in tally.evicted_blocks.items()},
+            waits=tally.waits.numbers(),
+            ranks=tuple(RankMetrics(lease=rank.lease, map=rank.map, unmap=rank.unmap, step=rank.step) for rank in by_rank),
+        )
 
     def limit(self, limit_bytes: int, revision: int | None = None) -> ChangeAnswer:
         """`NO_LIMIT_BYTES` asks for all that the pool can ever hold."""
@@ -174,11 +201,13 @@ class PoolOperations:
         if given_bytes < wanted_bytes:
             given_bytes += self._give_cached(wanted_bytes - given_bytes)
         self._pool.report()
+        with self._counting:
+            self._pool.tally.given_bytes += given_bytes
         return BytesAnswer(given_bytes=given_bytes)
 
     def _give_cached(self, wanted_bytes: int) -> int:
         with self._locked() as pool:
             spare_bytes = pool.counts().held_pages * pool.geometry.release_step_bytes - pool.limits.floor_bytes
             pages = pool.pages_over(min(wanted_bytes, max(0, spare_bytes)))
-            pool.free_pages(pages)
+            pool.free_pages(pages, Eviction.PRESSURE)
         return self._pool.shrink(pages)

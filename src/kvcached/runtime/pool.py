@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Final
 
 from kvcached.core.ledger import Ledger
 from kvcached.core.pages import NO_MARKER
+from kvcached.core.tally import Eviction, Tally
 from kvcached.errors import InvariantBroken, KVCachedError, Misuse, PeerRefused, PeerTimeout, PoolExhausted, StateUnknown
-from kvcached.ranks.api import LimitsRequest, MapperPort, MapperStatus, Outcome, Report, Verdict
+from kvcached.ranks.api import LimitsRequest, MapperPort, MapperStatus, MapperTally, Outcome, Report, Verdict
 from kvcached.runtime.forking import OrphanedLock, in_forked_child
 from kvcached.runtime.pagework import PageWork
 from kvcached.runtime.pool_options import PoolOptions
@@ -66,7 +67,7 @@ class Pool:
         self.on_low: Callable[[], None] | None = None
         self.low_mark_pages = 0
         self.ceiling_bytes = geometry.range_bytes
-        self.misses = 0
+        self.tally = Tally()
         self.standing_blocks = 0
         self._port = port
         self._press = press
@@ -151,7 +152,7 @@ class Pool:
             self._make_available(blocks)
         ranges = self._ledger.take(blocks)
         if ranges is None:
-            self.misses += 1
+            self.tally.misses += 1
             raise PoolExhausted(blocks, self._ledger.available(), "blocks", self._why_exhausted(blocks))
         return ranges
 
@@ -159,7 +160,7 @@ class Pool:
         can_evict = self._ledger.reachable() >= blocks
         if not can_evict or time.monotonic() >= self._refused_until_s:
             self.grow(self._ledger.missing(blocks), urgent=not can_evict)
-        self._evict(self._ledger.victims_for_blocks(self._ledger.missing(blocks)))
+        self._evict(self._ledger.victims_for_blocks(self._ledger.missing(blocks)), Eviction.NEED)
 
     def take_ids(self, ids: Sequence[int]) -> None:
         """Take exactly these free ids, all or none. Raises `PoolExhausted` when one is not free on a mapped page."""
@@ -194,7 +195,7 @@ class Pool:
             self._ledger.give_cached(ids, marker, last_use)
             overflow = self._ledger.cached_overflow(self.options.max_cached_blocks) if self.options.max_cached_blocks >= 0 else ()
             if overflow:
-                self._evict(overflow)
+                self._evict(overflow, Eviction.CAP)
 
     def touch(self, ids: Sequence[int]) -> None:
         """Cached blocks become owned again."""
@@ -205,17 +206,19 @@ class Pool:
         """The engine has dropped the contents of these cached blocks: they become free."""
         with self.lock:
             self._ledger.evict(ids)
+            self.tally.evicted_blocks[Eviction.ENGINE] += len(ids)
 
     def advance(self, completed_marker: int) -> None:
         """All work up to this step has finished."""
         with self.lock:
             self._ledger.advance(completed_marker)
 
-    def _evict(self, ids: Sequence[int]) -> None:
+    def _evict(self, ids: Sequence[int], why: Eviction) -> None:
         if ids:
             if self.on_evict is not None:
                 self.on_evict(ids)
             self._ledger.evict(ids)
+            self.tally.evicted_blocks[why] += len(ids)
 
     # ------------------------------------------------------------------ pages
 
@@ -225,6 +228,7 @@ class Pool:
         `urgent`: requests wait for the blocks, so other pools are asked to give memory back.
         """
         with self.lock:
+            begun_ns = time.monotonic_ns()
             self._work.settle()
             before = self._ledger.available()
             deadline = time.monotonic() + (self.options.grow_deadline_s if deadline_s is None else deadline_s)
@@ -236,6 +240,7 @@ class Pool:
                 refused = self._grow_once(target, deadline, urgent)
             if refused and urgent and self._press_for(target, deadline):
                 self._grow_once(target, deadline, urgent)
+            self.tally.waits.observe(time.monotonic_ns() - begun_ns)
             return self._ledger.available() - before
 
     def _grow_once(self, target_blocks: int, deadline: float, urgent: bool) -> bool:
@@ -244,6 +249,7 @@ class Pool:
         outcome = self._work.map(pages, urgent=urgent, deadline=deadline) if pages > 0 else None
         if outcome is None or outcome.verdict is Verdict.DONE:
             return False
+        self.tally.refusals += 1
         self._last_refusal = outcome.reason
         self._refused_until_s = time.monotonic() + self.options.refusal_pause_s
         grantable = min(pages - 1, outcome.size_bytes // self._step_bytes)
@@ -254,7 +260,10 @@ class Pool:
     def _press_for(self, target_blocks: int, deadline: float) -> bool:
         """Ask other pools for what is still missing. Whether they gave something."""
         wanted_bytes = self._pages_for(target_blocks - self._ledger.available()) * self._step_bytes
-        return self._press is not None and self._press(wanted_bytes, max(0.0, deadline - time.monotonic())) > 0
+        given_bytes = self._press(wanted_bytes, max(0.0, deadline - time.monotonic())) if self._press else 0
+        self.tally.presses += 1
+        self.tally.taken_bytes += given_bytes
+        return given_bytes > 0
 
     def grow_reserve(self, pages: int, deadline_s: float = 1.0) -> bool:
         """Map up to `pages` pages ahead of need. Whether some were mapped within the deadline."""
@@ -273,10 +282,10 @@ class Pool:
         outcome = self._work.unmap(pages, keep_parked=keep_parked, deadline=time.monotonic() + deadline_s)
         return outcome.size_bytes if outcome is not None and outcome.verdict is Verdict.DONE else 0
 
-    def free_pages(self, pages: int) -> None:
+    def free_pages(self, pages: int, why: Eviction = Eviction.ASKED) -> None:
         """Evict cached blocks so that about `pages` whole pages become empty, at the least cost."""
         with self.lock:
-            self._evict(self._ledger.victims_for_pages(pages))
+            self._evict(self._ledger.victims_for_pages(pages), why)
 
     def trim_handles(self, deadline_s: float = 1.0) -> int:
         """Release handles that the mapper keeps for reuse. Returns bytes."""
@@ -350,6 +359,10 @@ class Pool:
     def port_status(self, timeout_s: float) -> MapperStatus:
         """What the mapper holds. Raises `PeerTimeout`, `PeerLost`."""
         return self._port.status(timeout_s)
+
+    def port_tally(self, timeout_s: float) -> Sequence[MapperTally]:
+        """How long each rank's work took. Raises `PeerTimeout`, `PeerLost`."""
+        return self._port.tally(timeout_s)
 
     @property
     def ledger(self) -> Ledger:

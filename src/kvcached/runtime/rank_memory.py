@@ -24,7 +24,7 @@ from kvcached.ranks.actions import (
     UnmapKeep,
     UnmapRelease,
 )
-from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report, Verdict
+from kvcached.ranks.api import LimitsRequest, MapperStatus, MapperTally, Outcome, Report, Verdict
 from kvcached.ranks.operations import pages_of
 from kvcached.ranks.transactions import Classes, PageRuns, classes_of
 from kvcached.runtime.held import DONE, HeldMemory, Lease, guarded
@@ -50,6 +50,7 @@ class RankMemory:
         self.facts = facts
         self._held = HeldMemory(arena, entry, lease_deadline_s=lease_deadline_s, on_close=on_close)
         self._arena = arena
+        self._times = self._held.times
         self._credit: Counter[int] = Counter()  # runs by pages per run
         self._credit_lock = threading.Lock()
         self._prepared: dict[int, PageRuns] = {}
@@ -96,6 +97,10 @@ class RankMemory:
         """Raises `Misuse` after `close`."""
         return self._held.status()
 
+    def tally(self) -> MapperTally:
+        """Of the steps that waited only the server knows."""
+        return self._times.tally()
+
     def close(self) -> None:
         """Release all memory, then the lease, then the entry. A second call does nothing."""
         self._held.close()
@@ -134,7 +139,8 @@ class RankMemory:
             for pages, runs in classes:
                 for first in range(0, runs, at_once):
                     some = min(at_once, runs - first)
-                    self._arena.acquire(pages, some)
+                    with self._times.measured(self._times.map):
+                        self._arena.acquire(pages, some)
                     made.append((pages, some))
         except KVCachedError:
             self._destroy(tuple(made))
@@ -180,13 +186,21 @@ class RankMemory:
         classes = classes_of(runs)
         self._take_credit(classes)
         try:
-            self._arena.map(_runs(runs))
+            self._map(runs)
         except StateUnknown:  # some of the handles are fenced off with their pages
             raise
         except KVCachedError:
             self._add_credit(classes)
             raise
         return DONE
+
+    def _map(self, runs: PageRuns) -> None:
+        with self._times.measured(self._times.map):
+            self._arena.map(_runs(runs))
+
+    def _unmap(self, runs: PageRuns, *, keep: bool) -> None:
+        with self._times.measured(self._times.unmap):
+            self._arena.unmap(_runs(runs), keep=keep)
 
     def _map_fresh(self, runs: PageRuns, urgent: bool, ticket: int) -> Outcome:
         """Make the handles first: maps take what is cached, and credit must be what it was afterwards."""
@@ -196,7 +210,7 @@ class RankMemory:
             return refusal
         self._create(classes)
         try:
-            self._arena.map(_runs(runs))
+            self._map(runs)
         except StateUnknown:
             raise
         except KVCachedError:
@@ -206,7 +220,7 @@ class RankMemory:
 
     def _unmap_keep(self, runs: PageRuns) -> Outcome:
         try:
-            self._arena.unmap(_runs(runs), keep=True)
+            self._unmap(runs, keep=True)
         except DeviceError as error:  # all is mapped as before, and on the other ranks it is not
             raise StateUnknown(f"a promised unmap failed: {error}", pages_of(runs)) from error
         self._add_credit(classes_of(runs))
@@ -214,16 +228,18 @@ class RankMemory:
 
     def _unmap_release(self, runs: PageRuns, ticket: int) -> Outcome:
         self._keep_place(classes_of(runs), ticket)
-        self._arena.unmap(_runs(runs), keep=False)
+        self._unmap(runs, keep=False)
         return Outcome(Verdict.DONE, size_bytes=self._bytes_of(classes_of(runs)))
 
     def _prepare(self, tx: int, runs: PageRuns) -> Outcome:
-        self._arena.prepare(tx, _runs(runs))
+        with self._times.measured(self._times.unmap):
+            self._arena.prepare(tx, _runs(runs))
         self._prepared[tx] = runs
         return DONE
 
     def _commit(self, tx: int) -> Outcome:
-        self._arena.commit(tx, keep=False)
+        with self._times.measured(self._times.unmap):
+            self._arena.commit(tx, keep=False)
         return Outcome(Verdict.DONE, size_bytes=self._bytes_of(classes_of(self._prepared.pop(tx, ()))))
 
     def _abort(self, tx: int) -> Outcome:

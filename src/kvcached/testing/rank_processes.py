@@ -84,6 +84,7 @@ class _Recorder:
         self.set_limits = memory.set_limits
         self.report = memory.report
         self.status = memory.status
+        self.tally = memory.tally
         self._mapped: set[int] = set()
         self._prepared: dict[int, set[int]] = {}
         self._lock = threading.Lock()

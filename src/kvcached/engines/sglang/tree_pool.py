@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvcached.core.tally import Eviction
 from kvcached.runtime.pool import Pool
 
 if TYPE_CHECKING:
@@ -39,12 +40,14 @@ class TreePool(Pool):
         with self.lock:
             return super().working_blocks(counts) - self.kept_blocks()
 
-    def free_pages(self, pages: int) -> None:
+    def free_pages(self, pages: int, why: Eviction = Eviction.ASKED) -> None:
         """Evict from the tree until about `pages` more pages are empty, or it has nothing more to give."""
         with self.lock:
             wanted = self._empty_pages() + pages
             while (missing := wanted - self._empty_pages()) > 0:
-                if not self.reclaim(missing * self.geometry.max_blocks_per_page):
+                reclaimed = self.reclaim(missing * self.geometry.max_blocks_per_page)
+                self.tally.evicted_blocks[why] += reclaimed
+                if not reclaimed:
                     return
 
     def _empty_pages(self) -> int:

@@ -42,6 +42,7 @@ class ElasticScheduler(_Scheduler):
             self.kvcached.require_working()
             self.kvcached.begin_step()
             output = super().schedule(*args, **kwargs)
+            self.kvcached.note_preemptions(output)
             self.kvcached.steps.stamp(output, self.kvcached.step_operations())
             return output
 

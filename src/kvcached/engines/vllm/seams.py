@@ -133,6 +133,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
         "tells a client that its request ended with an error",
         ("request_id", "new_token_ids", "finish_reason"),
     ),
+    Seam("vllm.v1.core.sched.output:SchedulerOutput.preempted_req_ids", Kind.FIELD, "requests that were put back for lack of blocks"),
     Seam("vllm.exceptions:VLLMValidationError", Kind.CALL, "its text reaches the client, with HTTP status 400"),
     Seam("vllm.v1.request:RequestStatus.FINISHED_ERROR", Kind.FIELD, "the status of a request that can never be served"),
 )
