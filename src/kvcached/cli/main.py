@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached`: can this machine do it, does this engine version fit, what is set.
+"""`kvcached`: can this machine do it, does this engine version fit, what is set, and its metrics.
 
 Exit codes: 0 fine, 1 a problem was found, 2 usage or a bad setting.
 """
@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kvcached.cli.doctor import Verdict, examine
+from kvcached.cli.metrics.command import metrics
 from kvcached.cli.output import ExitCode, reporting, say, say_json, table
 from kvcached.cli.settings_view import show_settings
 from kvcached.config import load_settings, package_version
@@ -66,6 +67,9 @@ def version(as_json: AsJson = False) -> None:
         say_json(facts)
     else:
         say(table(("WHAT", "VERSION"), list(facts.items()), left=2))
+
+
+app.command()(metrics)
 
 
 def main() -> None:
