@@ -37,6 +37,11 @@ class Child:
         self.pool._pool.give_cached(ids, -1, 1)
         return self.stats()
 
+    def hold(self):
+        """From here on as if inside one long scheduling step."""
+        self.pool._pool.lock.acquire()
+        return {}
+
     def stats(self):
         return self.pool.stats().model_dump()
 

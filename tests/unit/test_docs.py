@@ -18,7 +18,7 @@ from kvcached.config import describe_settings
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")])
 NEEDS = {"ci", "engine", "gpu", "running-engine"}
-LANGUAGES = {"bash", "python", "text", "toml", "json", "ini", "console", ""}
+LANGUAGES = {"bash", "python", "text", "toml", "json", "yaml", "ini", "console", ""}
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")

@@ -36,7 +36,7 @@ CARD_INFO: Final = Metric("kvcached_card_info", Kind.GAUGE, ("card", "name"), "A
 CARD_READABLE: Final = Metric("kvcached_card_readable", Kind.GAUGE, CARD, "1 if the card's record can be read, else 0.")
 POOL_INFO: Final = Metric("kvcached_pool_info", Kind.GAUGE, (*RANK, "model", "pid"), "Always 1: what the pool serves, and where.")
 POOL_UP: Final = Metric(
-    "kvcached_pool_up", Kind.GAUGE, RANK, "1 if the process lives, stopped or not; 0 if it has ended: its memory is free."
+    "kvcached_pool_up", Kind.GAUGE, RANK, "1 if its process lives, also stopped; 0 if it has ended: its memory is free."
 )
 POOL_KNOWN: Final = Metric(
     "kvcached_pool_readable", Kind.GAUGE, RANK, "1 if its entry can be read; 0 if it is damaged, or of another version of KVCacheD."
@@ -47,8 +47,8 @@ WANTED: Final = Metric("kvcached_pool_wanted_bytes", Kind.GAUGE, RANK, "What it 
 OTHER: Final = Metric("kvcached_pool_other_bytes", Kind.GAUGE, RANK, "Weights and other memory of the same rank that is not KV cache.")
 
 
-def _of_card(word: str, meaning: str) -> tuple[str, Metric]:
-    return f"{word}_bytes", Metric(f"kvcached_card_{word}_bytes", Kind.GAUGE, CARD, meaning)
+def _of_card(word: str, meaning: str, field: str = "") -> tuple[str, Metric]:
+    return f"{field or word}_bytes", Metric(f"kvcached_card_{word}_bytes", Kind.GAUGE, CARD, meaning)
 
 
 def _of_record(word: str, meaning: str, unit: str = "_bytes") -> tuple[str, Metric]:
@@ -69,7 +69,7 @@ CARD_GAUGES: Final = dict(
         _of_card("leased", "What they lease."),
         _of_card("free", "What of the budget nobody leases."),
         _of_card("other", "What of the leases is not KV cache: weights, activations."),
-        _of_card("total", "The card's memory."),
+        _of_card("memory", "All that the card has.", "total"),
         _of_card("over", "What floors and owned leases together exceed the budget by."),
         _of_card("short", "What the card lacks to cover all floors now."),
     )
@@ -138,7 +138,5 @@ METRICS: Final = (
 
 def table() -> list[str]:
     """The rows of the table in the documentation."""
-    return [
-        f"| `{metric.name}` | {metric.kind.value} | {', '.join(metric.labels) or '-'} | {metric.meaning.rstrip('.')} |"
-        for metric in METRICS
-    ]
+    rows = ((f"`{metric.name}`", metric.kind.value, ", ".join(metric.labels) or "-", metric.meaning.rstrip(".")) for metric in METRICS)
+    return [f"| {' | '.join(row)} |" for row in rows]

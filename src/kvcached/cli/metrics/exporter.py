@@ -39,11 +39,11 @@ class Exporter(Collector):
         self._inquiry = Inquiry(timeout_s)
 
     def collect(self) -> Iterable[Family]:
-        return [_family(metric, values) for metric, values in self._look().by_metric.items()]
+        return families(self._look())
 
     def describe(self) -> Iterable[Family]:
         """The names alone, so that registering it asks nobody."""
-        return [_family(metric, []) for metric in Readings().by_metric]
+        return families(Readings())
 
     def text(self) -> str:
         return generate_latest(self.registry()).decode()
@@ -65,6 +65,11 @@ class Exporter(Collector):
 
     def close(self) -> None:
         self._inquiry.close()
+
+
+def families(readings: Readings) -> list[Family]:
+    """As prometheus-client knows them, in the catalog's order."""
+    return [_family(metric, values) for metric, values in readings.by_metric.items()]
 
 
 def _family(metric: Metric, values: list[Reading]) -> Family:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvcached.card.record import NO_LIMIT_BYTES, Kind
@@ -30,6 +29,7 @@ from kvcached.cli.metrics.catalog import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from kvcached.cli.top.sampler import CardSample, RankRow, Sample
