@@ -22,6 +22,7 @@ from kvcached.runtime.control import (
     ControlServer,
     ExplainRow,
     Explanation,
+    PoolMetrics,
     PoolStatus,
     WeightAnswer,
     endpoint_path,
@@ -84,6 +85,9 @@ class SmallPool:
                 cached_bytes=len(self._cached) * MIB,
                 parked_bytes=len(self._parked) * MIB,
             )
+
+    def metrics(self) -> PoolMetrics:
+        return PoolMetrics(misses=3)
 
     def limit(self, limit_bytes: int, revision: int | None = None) -> ChangeAnswer:
         with self._lock:

@@ -9,10 +9,12 @@ import pytest
 
 from kvcached.core.geometry import BlockGeometry
 from kvcached.core.limits import Limits
+from kvcached.core.tally import cumulative
 from kvcached.errors import DeviceError, HandshakeMismatch, PeerLost, PeerTimeout, StateUnknown
 from kvcached.ranks.api import LimitsRequest, Outcome, Report, Verdict
 from kvcached.ranks.coordinator import Settle
 from kvcached.ranks.group import RankGroup
+from kvcached.ranks.messages import TallyRequest
 from kvcached.ranks.transactions import Query
 from kvcached.runtime.pool import Pool, PoolOptions
 from kvcached.testing.ranks import HELLO, FakeRank
@@ -427,3 +429,40 @@ def test_closing_gives_all_memory_back_and_is_no_error(crew, caplog):
     assert pending.result(WAIT_S).verdict is Verdict.BROKEN
     assert [rank.book.closed for rank in pair.ranks] == [True, True]
     assert [record for record in caplog.records if record.levelname in ("ERROR", "WARNING")] == []
+
+
+def events(numbers):
+    return cumulative(numbers)[1][-1]
+
+
+def test_each_rank_tells_what_its_work_took(crew):
+    pair = crew(geometry(planes=2), geometry())
+    assert [tally for tally in pair.group.tally(WAIT_S) if any(map(events, (tally.map, tally.unmap, tally.step)))] == []
+    pair.group.begin_steps()
+    done(pair.group.map([(0, 1)], urgent=True))
+    pair.step(1)
+    for rank in pair.ranks:
+        rank.server.apply_step_ops(())  # brings nothing, waits for nothing
+    tallies = pair.group.tally(WAIT_S)
+    assert [events(tally.step) for tally in tallies] == [1, 1]
+    assert all(events(tally.map) >= 2 and events(tally.lease) >= 1 and not events(tally.unmap) for tally in tallies)
+    unmapped = pair.group.unmap([(0, 1)], 1)
+    pair.step(2)
+    done(unmapped)
+    assert all(events(tally.unmap) for tally in pair.group.tally(WAIT_S))
+
+
+def test_a_rank_that_owes_its_tally_is_not_asked_again(crew):
+    pair = crew()
+    asked = []
+    send = pair.group._links[1].send
+    pair.group._links[1].send = lambda message, number: (
+        asked.append(message) or (isinstance(message, TallyRequest) or send(message, number))
+    )
+    for _ in range(3):
+        with pytest.raises(PeerTimeout):
+            pair.group.tally(0.01)
+    assert asked == [TallyRequest()]
+    pair.ranks[1].close()
+    with pytest.raises(PeerLost):
+        pair.group.tally(WAIT_S)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcached.errors import HandshakeMismatch, PeerRefused
-from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report, Verdict
+from kvcached.ranks.api import LimitsRequest, MapperStatus, MapperTally, Outcome, Report, Verdict
 from kvcached.ranks.messages import (
     HEADER,
     MAX_BODY_BYTES,
@@ -14,6 +14,7 @@ from kvcached.ranks.messages import (
     Hello,
     Kind,
     StatusRequest,
+    TallyRequest,
     check_hello,
     decode_body,
     decode_header,
@@ -40,10 +41,12 @@ MESSAGES = st.one_of(
     st.builds(Answer, NUMBERS, st.sampled_from(Phase), OUTCOMES, NUMBERS, NUMBERS, NUMBERS, st.lists(NUMBERS, max_size=5).map(tuple)),
     st.just(Goodbye()),
     st.just(StatusRequest()),
+    st.just(TallyRequest()),
     st.builds(LimitsRequest, NUMBERS, NUMBERS, WEIGHT, NUMBERS),
     st.builds(Report, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
     OUTCOMES,
     st.builds(MapperStatus, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
+    st.builds(MapperTally, *[st.lists(NUMBERS, max_size=25).map(tuple)] * 4),
 )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvcached.core.geometry import BlockGeometry
 from kvcached.core.limits import Limits
+from kvcached.core.tally import Eviction, Tally, cumulative
 from kvcached.errors import Misuse, PeerLost, PeerRefused, PeerTimeout, PoolExhausted, StateUnknown
 from kvcached.ranks.api import Outcome, Verdict, finished
 from kvcached.runtime.pool import Pool, PoolOptions, must_be_consistent
@@ -469,3 +470,39 @@ def test_a_limit_below_the_floor_lowers_what_is_claimed_until_it_rises_again(por
     for limit_pages, claimed_pages in ((32, 8), (3, 3), (16, 8)):
         pool.set_limits(Limits(limit_pages * PAGE, floor_bytes=8 * PAGE, revision=pool.limits.revision + 1))
         assert port.limits[-1].floor_bytes == claimed_pages * PAGE
+
+
+def test_what_happens_is_counted(port):
+    given = []
+    port.room_pages = 2
+    pool = make(port, limit_pages=4, max_cached_blocks=2, press=lambda wanted_bytes, deadline_s: given.append(wanted_bytes) or 0)
+    tally = pool.tally
+    assert tally == Tally(waits=tally.waits)
+    ranges = pool.take(8)
+    assert cumulative(tally.waits.numbers())[1][-1] == 1
+    with pytest.raises(PoolExhausted):
+        pool.take(4)  # the card has no more
+    assert (tally.misses, tally.refusals, tally.presses, tally.taken_bytes) == (1, 1, 1, 0)
+    with pytest.raises(PoolExhausted):
+        pool.take(16)  # the limit allows no more: nobody is asked
+    assert (tally.misses, tally.refusals, tally.presses, given) == (2, 1, 1, [PAGE])
+    ids = [block for first, count in ranges for block in range(first, first + count)]
+    pool.give_cached(ids[:4], -1, 1)
+    pool.evict(pool.ledger.victims_for_blocks(1))
+    assert {why: blocks for why, blocks in tally.evicted_blocks.items() if blocks} == {Eviction.CAP: 2, Eviction.ENGINE: 1}
+    pool.free_pages(1, Eviction.PRESSURE)
+    pool.take(4)
+    assert tally.evicted_blocks[Eviction.PRESSURE] + tally.evicted_blocks[Eviction.NEED] == 1
+
+
+def test_what_others_gave_is_taken(port):
+    port.room_pages = 0
+
+    def press(wanted_bytes, deadline_s):
+        port.room_pages = 1
+        return wanted_bytes + PAGE
+
+    pool = make(port, press=press)
+    pool.take(4)
+    assert (pool.tally.presses, pool.tally.taken_bytes, pool.tally.refusals) == (1, 2 * PAGE, 1)
+    assert pool.tally.misses == 0

@@ -52,10 +52,8 @@ class RankGroup:
 
     Mappers may start later than their owner. Raises `PeerTimeout` when one does not answer within `timeout_s`, `HandshakeMismatch`
     when one differs or its pages are numbered otherwise, `PeerRefused` for a mapper of another user.
-
     `ahead_pages`: so many pages of credit are held ahead of need while maps go with steps, and the ranks hear of promised maps before
     their step, which so finds them mapped. 0: neither.
-
     Bytes are those of the rank that needs most for a page (`shared_facts.geometry`), also in reports and limits.
     """
 
@@ -83,6 +81,7 @@ class RankGroup:
         self._inquiries = Inquiries()
         self._limits = SharedLimits([link.name for link in self._links], self._ask_limits)
         self._reporting: set[int] = set()  # ranks whose last report is on its way
+        self._tallies: Future[Answers] | None = None  # asked for last
         self._in_band = False
         self._last_step_s = float("-inf")
         self._failure = ""
@@ -170,18 +169,23 @@ class RankGroup:
 
     def status_by_rank(self, timeout_s: float) -> list[MapperStatus]:
         """What each rank's arena holds, in that rank's bytes. Raises `PeerTimeout`, `PeerLost`."""
-        return self._ask_all(StatusRequest(), MapperStatus, timeout_s)
+        return self._await(self._ask_all(StatusRequest()), MapperStatus, timeout_s)
 
     def tally(self, timeout_s: float) -> list[MapperTally]:
-        """What each rank's work took. Raises `PeerTimeout`, `PeerLost`."""
-        return self._ask_all(TallyRequest(), MapperTally, timeout_s)
+        """What each rank's work took. Ranks that owe an answer are not asked again. Raises `PeerTimeout`, `PeerLost`."""
+        if self._tallies is None or self._tallies.done():
+            self._tallies = self._ask_all(TallyRequest())
+        return self._await(self._tallies, MapperTally, timeout_s)
 
-    def _ask_all(self, request: StatusRequest | TallyRequest, kind: type[_A], timeout_s: float) -> list[_A]:
+    def _ask_all(self, request: StatusRequest | TallyRequest) -> Future[Answers]:
         answered: Future[Answers] = Future()
         with self._turn():
             if self._failure:
                 raise PeerLost(self._failure)
             self._ask(range(len(self._links)), lambda _: request, answered.set_result)
+        return answered
+
+    def _await(self, answered: Future[Answers], kind: type[_A], timeout_s: float) -> list[_A]:
         try:
             by_rank = answered.result(timeout_s)
         except FutureTimeout as error:
