@@ -7,6 +7,7 @@ import pytest
 
 from kvcached.core.geometry import BlockGeometry
 from kvcached.core.limits import Limits
+from kvcached.core.tally import Eviction
 from kvcached.engines.sglang.tree_pool import TreePool
 from kvcached.errors import PeerTimeout, SettingError, StateUnknown
 from kvcached.ranks.api import Outcome, Verdict, finished
@@ -183,6 +184,23 @@ def test_blocks_that_an_engines_tree_keeps_for_later_are_no_work():
     tree.kept_blocks = lambda: 4
     world.ticks(60)
     assert world.port.mapped == 1
+
+
+def test_what_a_tree_gives_up_for_others_is_counted_once():
+    world = World(min_reserved_pages=0, max_reserved_pages=0)
+    tree = TreePool.adopt(world.pool, threading.RLock())
+    kept = tree.take(8)
+
+    def reclaim(blocks):
+        tree.give(kept)
+        gone = sum(count for _, count in kept)
+        kept.clear()
+        return gone
+
+    tree.reclaim = reclaim
+    tree.free_pages(1, Eviction.PRESSURE)
+    tree.free_pages(64, Eviction.LIMIT)  # it has nothing more to give
+    assert {why: blocks for why, blocks in tree.tally.evicted_blocks.items() if blocks} == {Eviction.PRESSURE: 8}
 
 
 def test_a_pool_at_rest_keeps_no_reserve_until_blocks_are_taken():

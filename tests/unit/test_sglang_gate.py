@@ -6,6 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+from kvcached.core.tally import Eviction, Tally
 from kvcached.engines.sglang import gate as gate_module
 from kvcached.engines.sglang.admission import remaining_tokens
 from kvcached.engines.sglang.gate import Gate, Gates
@@ -120,3 +121,32 @@ def test_a_refusal_waits_for_the_device_only_where_that_helps() -> None:
     bank.arriving_pages = 40
     refused(bank)
     assert bank.waits == 1
+
+
+class Tree:
+    """Gives up what it is asked for, as far as it has it."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+
+    def evictable(self) -> int:
+        return self.slots
+
+    def evict(self, slots: int) -> int:
+        evicted = min(slots, self.slots)
+        self.slots -= evicted
+        return evicted
+
+
+def test_what_the_tree_drops_is_counted_in_blocks_and_by_reason() -> None:
+    bank = Bank()
+    bank.page_slots = 4
+    bank.pool.tally = Tally()
+    gate = Gate(cast("Any", bank))
+    gate.tree = Tree(16)
+    gate.trim_cache(8)
+    assert not gate.secure(4)
+    bank.at_best = 0
+    gate.tree = Tree(4)
+    gate.evict_ahead(4)
+    assert {why: blocks for why, blocks in bank.pool.tally.evicted_blocks.items() if blocks} == {Eviction.CAP: 2, Eviction.NEED: 2 + 1}

@@ -203,6 +203,12 @@ class Adapter:
                     self.watch.begin_step()
             return plan
 
+    def retract(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Within `schedule`, so with the lock held."""
+        result = original(batch, *args, **kwargs)
+        self.watch.note_preemptions(len(result[0]))
+        return result
+
     def finish_step(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         with self.watch.lock:
             result = original(scheduler, *args, **kwargs)

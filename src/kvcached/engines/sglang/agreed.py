@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvcached.core.tally import Eviction
 from kvcached.engines.sglang.gate import Gate
 from kvcached.engines.sglang.ranks import Topic
 from kvcached.errors import PoolExhausted
@@ -57,7 +58,7 @@ class AgreedGate(Gate):
         """All ranks' least; where one of them asks for it, the trees of all give pages up."""
         self._agreed = agreed
         self._wished_pages = 0
-        if agreed.spared < 0 and self.tree.evict(-agreed.spared * self.bank.page_slots):
+        if agreed.spared < 0 and self._drop(-agreed.spared * self.bank.page_slots, Eviction.PRESSURE):
             self.bank.settle(wait=True)
 
     def lapse(self) -> None:
@@ -86,7 +87,7 @@ class AgreedGate(Gate):
             return True
         can_evict = self.pages(self.tree.evictable()) >= missing
         self._make_ready(pages, urgent=not can_evict, insist=insist and not can_evict)
-        while (missing := pages - self._agree_on_ready(pages)) > 0 and self.tree.evict(missing * self.bank.page_slots):
+        while (missing := pages - self._agree_on_ready(pages)) > 0 and self._drop(missing * self.bank.page_slots, Eviction.NEED):
             self.bank.settle(wait=True)
         return missing <= 0
 
@@ -122,7 +123,7 @@ class AgreedGate(Gate):
     def evict_ahead(self, slots: int) -> None:
         missing = self.pages(slots) - (self._agreed.holdable - self.bank.out_pages)
         if missing > 0 and self.tree.evictable():
-            self.tree.evict(missing * self.bank.page_slots)
+            self._drop(missing * self.bank.page_slots, Eviction.NEED)
 
     def reclaim(self, blocks: int) -> int:
         """One rank's tree must not give anything up alone: the wish is told at the next agreement, and then all do."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from kvcached.core.tally import Eviction
 from kvcached.units import ceil_div
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Gate:
             return True
         can_evict = self.pages(self.tree.evictable()) >= missing
         self._grow(missing, urgent=not can_evict, insist=insist and not can_evict)
-        while (missing := pool.missing(pages)) and self.tree.evict(missing * self.bank.page_slots):
+        while (missing := pool.missing(pages)) and self._drop(missing * self.bank.page_slots, Eviction.NEED):
             self.bank.settle(wait=True)
         if 0 < missing <= self.bank.arriving_pages:
             self.bank.settle(wait=True)
@@ -178,12 +179,19 @@ class Gate:
         pool, bank = self.bank.pool, self.bank
         missing = pool.missing(self.pages(slots)) - bank.arriving_pages
         if missing > 0 and pool.obtainable() - pool.available() < missing and self.tree.evictable():
-            self.tree.evict(missing * bank.page_slots)
+            self._drop(missing * bank.page_slots, Eviction.NEED)
 
     def trim_cache(self, most_slots: int) -> None:
         """Keep at most so many slots in the tree that no request holds; below 0 there is no bound."""
-        while most_slots >= 0 and (over := self.tree.evictable() - most_slots) > 0 and self.tree.evict(over):
+        while most_slots >= 0 and (over := self.tree.evictable() - most_slots) > 0 and self._drop(over, Eviction.CAP):
             pass
+
+    def _drop(self, slots: int, why: Eviction) -> int:
+        """Evict about so many slots from the tree. Returns how many, which the pool counts in its blocks."""
+        evicted = self.tree.evict(slots)
+        if evicted:
+            self.bank.pool.tally.evicted_blocks[why] += self.pages(evicted)
+        return evicted
 
 
 class Gates:

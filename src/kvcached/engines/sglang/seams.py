@@ -113,6 +113,7 @@ SEAMS: Final[tuple[Seam, ...]] = (
         ("recv_reqs",),
     ),
     Seam(f"{_SCHEDULER}.get_next_batch_to_run", Kind.WRAP, "admits, allocates, retracts: numbers the steps; holds the lock", "schedule"),
+    Seam("managers.schedule_batch:ScheduleBatch.retract_decode", Kind.WRAP, "counts the requests that are put back", "retract"),
     Seam(f"{_SCHEDULER}.process_batch_result", Kind.WRAP, "a step has finished; frees slots", "finish_step", ("batch", "result")),
     Seam(f"{_SCHEDULER}.on_idle", Kind.WRAP, "checks the counts: holds the pool's lock", "idle", first=(0, 5, 13)),
     Seam(

@@ -93,6 +93,9 @@ class SchedulerWatch:
         for gate in self.gates:
             gate.bank.marker = self._begun
 
+    def note_preemptions(self, requests: int) -> None:
+        self._gates.full.bank.pool.tally.preemptions += requests
+
     def finish_step(self) -> None:
         """The oldest step under way has its tokens on the host: it has finished."""
         self._finished = min(self._finished + 1, self._begun)
