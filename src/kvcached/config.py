@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TextIO
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from kvcached.errors import EngineNotSupported, SettingError
+from kvcached.log_lines import JsonLine, OneLine
 from kvcached.setting_types import (
     INSTANCE_PATTERN,
     Amount,
@@ -27,6 +28,7 @@ from kvcached.setting_types import (
     Fraction,
     GroupId,
     InstanceName,
+    LogFormat,
     LogLevel,
     Milliseconds,
     PageMb,
@@ -86,6 +88,8 @@ class Settings(BaseModel):
     """name of the model that `kvctl` shows; auto: the engine's own name for it"""
     log_level: LogLevel = _setting("INFO", "KVCACHED_LOG_LEVEL", "DEBUG, INFO, WARNING, ERROR or CRITICAL")
     """least severe event that is logged"""
+    log_format: LogFormat = _setting("text", "KVCACHED_LOG_FORMAT", "text or json")
+    """json: one object a line, with the facts of an event under their own names"""
 
     card: CardNames = _setting("auto", "KVCACHED_CARD", "host:N, cuda:N or hip:N, or several with commas")
     """the card, or one for each worker of an engine; auto: the worker's own device, the host card for an engine on the CPU"""
@@ -367,18 +371,11 @@ def check_public_package() -> None:
     )
 
 
-class _OneLine(logging.Formatter):
-    """One event, one line, also with a traceback."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return super().format(record).replace("\n", " | ")
-
-
 def configure_logging(settings: Settings, stream: TextIO | None = None) -> logging.Logger:
-    """Give the logger `kvcached` the level of `settings` and one handler (default: standard error). A repeat replaces it."""
+    """Give the logger `kvcached` the level and format of `settings` and one handler (default: standard error). A repeat replaces it."""
     logger = logging.getLogger("kvcached")
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s[%(process)d]: %(message)s"))
+    handler.setFormatter(JsonLine() if settings.log_format == "json" else OneLine())
     logger.handlers = [handler]
     logger.setLevel(settings.log_level)
     logger.propagate = False

@@ -25,6 +25,7 @@ from control_pool import CAPACITY_BYTES, Served, SlowPool, SmallPool
 
 import kvcached.runtime.endpoint
 from kvcached.errors import HandshakeMismatch, Misuse, PeerLost, PeerRefused, PeerTimeout, SettingError
+from kvcached.log_lines import JsonLine
 from kvcached.runtime.control import ControlClient, ControlServer, PoolStatus, endpoint_path, prepare_run_dir
 from kvcached.runtime.control_messages import MAX_MESSAGE_BYTES
 from kvcached.units import MIB
@@ -91,6 +92,7 @@ class TestOperations:
         assert client.pressure(MIB).given_bytes == MIB
         assert client.trim().given_bytes == 4 * MIB
         assert [row.size_bytes for row in client.explain().rows] == [4 * MIB, 4 * MIB, 0]
+        assert client.metrics().misses == 3
         assert client.weight(2.5).weight == 2.5
         assert client.floor(MIB).in_force_bytes == MIB
         assert (client.status().weight, client.status().floor_bytes) == (2.5, MIB)
@@ -445,8 +447,12 @@ class TestLife:
         caplog.set_level(logging.INFO, "kvcached.control")
         with ControlServer(path, SmallPool("a")):
             ControlClient(path, 10).status()
+            ControlClient(path, 10).metrics()
             ControlClient(path, 10).limit(12 * MIB)
         assert len(caplog.messages) == 1
+        facts = json.loads(JsonLine().format(caplog.records[0]))
+        assert (facts["event"], facts["pool"], facts["request"]["limit_bytes"]) == ("control", "a", 12 * MIB)
+        assert facts["answer"]["outcome"] == "applied"
         assert "limit_bytes=12582912" in caplog.messages[0]
         assert f"pid {os.getpid()} uid {os.getuid()}" in caplog.messages[0]
 

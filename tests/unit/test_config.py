@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import json
 import logging
 import os
 import re
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ from kvcached.config import (
     package_version,
 )
 from kvcached.errors import EngineNotSupported, SettingError
+from kvcached.log_lines import fields
 from kvcached.units import GIB
 
 if TYPE_CHECKING:
@@ -128,6 +131,7 @@ class TestValues:
             ("KVCACHED_CONTIGUOUS_LAYOUT", "false", "contiguous_layout", False),
             ("KVCACHED_IPC_TIMEOUT", "2.5", "ipc_timeout_s", 2.5),
             ("KVCACHED_LOG_LEVEL", "debug", "log_level", "DEBUG"),
+            ("KVCACHED_LOG_FORMAT", "JSON", "log_format", "json"),
             ("KVCACHED_CARD", "HOST:0", "card", "host:0"),
             ("KVCACHED_CARD", "host:0, HOST:1", "card", "host:0,host:1"),
             ("KVCACHED_CARD", "cuda:7", "card", "cuda:7"),
@@ -166,6 +170,7 @@ class TestValues:
             ("KVCACHED_MAX_CACHED_TOKENS", "many", "a whole number"),
             ("KVCACHED_IPC_TIMEOUT", "0", "seconds, above 0"),
             ("KVCACHED_LOG_LEVEL", "TRACE", "DEBUG, INFO"),
+            ("KVCACHED_LOG_FORMAT", "xml", "text or json"),
             ("KVCACHED_CARD", "gpu0", "host:N, cuda:N or hip:N"),
             ("KVCACHED_CARD", "host:0,auto", "several with commas"),
             ("KVCACHED_BUDGET", "101%", "40%"),
@@ -400,3 +405,22 @@ def test_a_bad_setting_does_not_stop_an_engine_that_was_not_asked_to_be_elastic(
         elastic_is_asked_for({"ENABLE_KVCACHED": "true", "KVCACHED_LIMIT": "5x"})
     assert elastic_is_asked_for({"ENABLE_KVCACHED": "true"}) is True
     assert elastic_is_asked_for({"ENABLE_KVCACHED": "true", "KVCACHED_AUTOPATCH": "0"}) is False
+
+    def test_as_json_an_event_is_one_object_with_its_facts(self) -> None:
+        def event(logger: logging.Logger) -> None:
+            logger.info("%s gave %d bytes", "chat", 7, extra=fields("gave_back", giver="chat", given_bytes=7))
+            try:
+                int("two\nlines")
+            except ValueError:
+                logger.exception("it failed")
+
+        gave, failed = map(json.loads, self.log({"KVCACHED_LOG_FORMAT": "json"}, event))
+        assert (gave["event"], gave["giver"], gave["given_bytes"], gave["message"]) == ("gave_back", "chat", 7, "chat gave 7 bytes")
+        assert (gave["level"], gave["logger"], gave["pid"]) == ("INFO", "kvcached.control", os.getpid())
+        assert datetime.fromisoformat(gave["time"]).utcoffset() == timedelta(0)
+        assert (failed["message"], "event" in failed) == ("it failed", False)
+        assert "ValueError: invalid literal" in failed["traceback"]
+
+    def test_as_text_facts_are_in_the_sentence_alone(self) -> None:
+        (line,) = self.log({}, lambda logger: logger.info("chat gave 7 bytes", extra=fields("gave_back", given_bytes=7)))
+        assert line.endswith("chat gave 7 bytes")

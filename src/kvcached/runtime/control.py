@@ -27,6 +27,7 @@ from kvcached.errors import (
     PeerTimeout,
     PoolExhausted,
 )
+from kvcached.log_lines import fields
 from kvcached.runtime.control_messages import (
     PROTOCOL,
     A,
@@ -228,7 +229,8 @@ class ControlServer:
             return Pong(protocol=PROTOCOL, version=package_version(), instance=self.path.stem, pid=os.getpid())
         answer = _perform(self._pool, request)
         if not isinstance(request, StatusRequest | MetricsRequest | ExplainRequest):
-            _log.info("control from pid %d uid %d: %r -> %r", pid, uid, request, answer)
+            facts = fields("control", pool=self.path.stem, request=request.model_dump(), answer=answer.model_dump())
+            _log.info("control from pid %d uid %d: %r -> %r", pid, uid, request, answer, extra=facts)
         return answer
 
 

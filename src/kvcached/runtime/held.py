@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kvcached.card.budget import Refusal
 from kvcached.card.record import Usage
 from kvcached.errors import DeviceError, DeviceOutOfMemory, InvariantBroken, Misuse, PeerError, PeerRefused, PoolExhausted, StateUnknown
+from kvcached.log_lines import fields
 from kvcached.ranks.api import LimitsRequest, MapperStatus, Outcome, Report, Verdict
 from kvcached.runtime.device_times import DeviceTimes
 from kvcached.runtime.forking import OrphanedLock, in_forked_child
@@ -232,10 +233,10 @@ def guarded(operation: Callable[[], Outcome]) -> Outcome:
     except DeviceOutOfMemory as error:  # the driver is still tearing a dead process down, or others hold more than they lease
         return Outcome(Verdict.EXHAUSTED, reason=f"the device is full although the lease was granted: {error}")
     except StateUnknown as error:
-        _log.error("quarantined: %s", error)
+        _log.error("quarantined: %s", error, extra=fields("quarantined", pages=list(error.pages)))
         return Outcome(Verdict.UNKNOWN, pages=error.pages, reason=str(error))
     except Misuse as error:
         return Outcome(Verdict.REFUSED, reason=str(error))
     except (DeviceError, PeerError, InvariantBroken) as error:
-        _log.error("the mapper failed: %s", error)
+        _log.error("the mapper failed: %s", error, extra=fields("mapper_failed", reason=str(error)))
         return Outcome(Verdict.BROKEN, reason=f"{type(error).__name__}: {error}")

@@ -13,6 +13,7 @@ from kvcached.card.card import Card
 from kvcached.card.pressure import demands
 from kvcached.card.record import Kind, Record
 from kvcached.errors import PeerError
+from kvcached.log_lines import fields
 from kvcached.runtime.control import ControlClient
 
 if TYPE_CHECKING:
@@ -104,8 +105,15 @@ class Peers:
         try:
             given_bytes = ControlClient(Path(entry.endpoint), timeout_s).pressure(size_bytes).given_bytes
         except PeerError as error:
-            _log.warning("%s did not give memory back: %s", entry.instance, error)
+            _log.warning(
+                "%s did not give memory back: %s",
+                entry.instance,
+                error,
+                extra=fields("gave_nothing", giver=entry.instance, asker=self._instance, wanted_bytes=size_bytes, reason=str(error)),
+            )
             return 0
         level = logging.INFO if given_bytes else logging.DEBUG  # one that had nothing is no event
-        _log.log(level, "%s gave %d bytes back to %s, which asked for %d", entry.instance, given_bytes, self._instance, size_bytes)
+        facts = fields("gave_back", giver=entry.instance, asker=self._instance, given_bytes=given_bytes, wanted_bytes=size_bytes)
+        words = (entry.instance, given_bytes, self._instance, size_bytes)
+        _log.log(level, "%s gave %d bytes back to %s, which asked for %d", *words, extra=facts)
         return given_bytes
