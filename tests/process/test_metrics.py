@@ -212,13 +212,22 @@ class TestWhoDoesNotAnswer:
         assert not text.all("pool_lease_bytes")
         assert text["card_leased_bytes"] == 0
 
+    def test_the_silent_are_not_waited_for_by_the_others(self, run_dir: Path, chat: PoolProcess, code: PoolProcess) -> None:
+        os.kill(chat.pid, signal.SIGSTOP)
+        inquiry = Inquiry(5.0)
+        silent = {f"chat-{number}": endpoint_path(run_dir, "chat") for number in range(100)}
+        others = {"gone": run_dir / "nobody.sock", "code": endpoint_path(run_dir, "code")}
+        assert set(inquiry.ask({**silent, **others})) == {"code"}
+        inquiry.close()
+        os.kill(chat.pid, signal.SIGCONT)
+
     @pytest.mark.timeout(60)
-    def test_the_silent_do_not_add_up(self, run_dir: Path, chat: PoolProcess) -> None:
-        """So many that one after another they would take longer than this test may."""
+    def test_the_silent_do_not_add_up(self, run_dir: Path, chat: PoolProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+        """So many that one after another they would take longer than this test may, also where there are more than threads."""
+        monkeypatch.setattr("kvcached.cli.metrics.inquiry._AT_ONCE", 1)
         os.kill(chat.pid, signal.SIGSTOP)
         inquiry = Inquiry(1.0)
-        endpoint = endpoint_path(run_dir, "chat")
-        assert inquiry.ask({f"chat-{number}": endpoint for number in range(100)}) == {}
+        assert inquiry.ask({f"chat-{number}": endpoint_path(run_dir, "chat") for number in range(100)}) == {}
         inquiry.close()
         os.kill(chat.pid, signal.SIGCONT)
 

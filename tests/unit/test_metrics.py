@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -229,6 +230,18 @@ def test_names_are_there_once() -> None:
 def test_the_documentation_has_the_table() -> None:
     lines = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line.startswith("| `kvcached_")] == table()
+
+
+def test_the_documentation_has_every_event_of_the_log_with_its_facts() -> None:
+    calls = [
+        call
+        for file in sorted((ROOT / "src").rglob("*.py"))
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "fields" and call.args
+    ]
+    named = {call.args[0].value: {word.arg for word in call.keywords} for call in calls if isinstance(call.args[0], ast.Constant)}
+    rows = re.findall(r"^\| `(\w+)` \| [A-Z][^|]* \| ([^:]*):", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {event: set(re.findall(r"`(\w+)`", facts)) for event, facts in rows} == named
 
 
 def expressions(node: object) -> Iterable[tuple[str, str]]:

@@ -28,7 +28,7 @@ def metrics(
     listen: Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Where scrapes are answered.")] = "127.0.0.1:9461",
     once: Annotated[bool, typer.Option("--once", help="Print the text once, and end.")] = False,
     run_dir: Annotated[Path | None, typer.Option(help="Run directory; default: the setting KVCACHED_RUN_DIR.")] = None,
-    timeout: Annotated[float, typer.Option(min=0.01, max=60, help="Seconds that a scrape waits for the pools.")] = 0.5,
+    timeout: Annotated[float, typer.Option(min=0.01, max=60, help="Seconds that a scrape waits for the pools.")] = 1.0,
 ) -> None:
     """Export all cards and pools of this machine for Prometheus.
 
