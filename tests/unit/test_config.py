@@ -391,21 +391,6 @@ class TestLogging:
         assert len(self.log({"KVCACHED_LOG_LEVEL": "warning"}, event)) == 1
         assert len(self.log({"KVCACHED_LOG_LEVEL": "info"}, event)) == 2
 
-
-def test_nothing_else_reads_the_environment() -> None:
-    reading = re.compile(r"os\.environ|os\.getenv|from os import .*environ")
-    guilty = [path for path in (ROOT / "src").rglob("*.py") if path.name != "config.py" and reading.search(path.read_text())]
-    assert guilty == []
-
-
-@pytest.mark.parametrize("off", ["", "0", "false", "off"])
-def test_a_bad_setting_does_not_stop_an_engine_that_was_not_asked_to_be_elastic(off: str) -> None:
-    assert elastic_is_asked_for({"ENABLE_KVCACHED": off, "KVCACHED_LIMIT": "5x"}) is False
-    with pytest.raises(SettingError, match="KVCACHED_LIMIT"):
-        elastic_is_asked_for({"ENABLE_KVCACHED": "true", "KVCACHED_LIMIT": "5x"})
-    assert elastic_is_asked_for({"ENABLE_KVCACHED": "true"}) is True
-    assert elastic_is_asked_for({"ENABLE_KVCACHED": "true", "KVCACHED_AUTOPATCH": "0"}) is False
-
     def test_as_json_an_event_is_one_object_with_its_facts(self) -> None:
         def event(logger: logging.Logger) -> None:
             logger.info("%s gave %d bytes", "chat", 7, extra=fields("gave_back", giver="chat", given_bytes=7))
@@ -424,3 +409,18 @@ def test_a_bad_setting_does_not_stop_an_engine_that_was_not_asked_to_be_elastic(
     def test_as_text_facts_are_in_the_sentence_alone(self) -> None:
         (line,) = self.log({}, lambda logger: logger.info("chat gave 7 bytes", extra=fields("gave_back", given_bytes=7)))
         assert line.endswith("chat gave 7 bytes")
+
+
+def test_nothing_else_reads_the_environment() -> None:
+    reading = re.compile(r"os\.environ|os\.getenv|from os import .*environ")
+    guilty = [path for path in (ROOT / "src").rglob("*.py") if path.name != "config.py" and reading.search(path.read_text())]
+    assert guilty == []
+
+
+@pytest.mark.parametrize("off", ["", "0", "false", "off"])
+def test_a_bad_setting_does_not_stop_an_engine_that_was_not_asked_to_be_elastic(off: str) -> None:
+    assert elastic_is_asked_for({"ENABLE_KVCACHED": off, "KVCACHED_LIMIT": "5x"}) is False
+    with pytest.raises(SettingError, match="KVCACHED_LIMIT"):
+        elastic_is_asked_for({"ENABLE_KVCACHED": "true", "KVCACHED_LIMIT": "5x"})
+    assert elastic_is_asked_for({"ENABLE_KVCACHED": "true"}) is True
+    assert elastic_is_asked_for({"ENABLE_KVCACHED": "true", "KVCACHED_AUTOPATCH": "0"}) is False
