@@ -4,7 +4,7 @@
 from bisect import bisect_left
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcached.core.tally import BOUNDS_S, BUCKETS, FIRST_NS, Eviction, Histogram, Tally, cumulative
@@ -15,6 +15,7 @@ TIMES = st.lists(st.one_of(st.integers(0, 2**40), st.sampled_from(EDGES)), max_s
 
 
 @given(TIMES)
+@settings(deadline=None)
 def test_a_bucket_holds_what_took_at_most_its_bound(times):
     histogram = Histogram()
     for spent_ns in times:
