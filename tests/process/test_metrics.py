@@ -180,7 +180,9 @@ class TestWhatPoolsDo:
         text = scrape(run_dir)
         assert text["pool_presses_total{pool=code}"] >= 1
         assert text["pool_refusals_total{pool=code}"] >= 1
-        assert text["pool_given_bytes_total{pool=chat}"] == text["pool_taken_bytes_total{pool=code}"] >= 24 * MIB
+        assert text["pool_given_bytes_total{pool=chat}"] >= 24 * MIB
+        # An answer that comes after the asker's deadline was given, and not taken.
+        assert text["pool_taken_bytes_total{pool=code}"] <= text["pool_given_bytes_total{pool=chat}"]
         assert text["pool_evicted_blocks_total{pool=chat,reason=pressure}"] >= 24
         assert text["pool_given_bytes_total{pool=code}"] == 0
 
