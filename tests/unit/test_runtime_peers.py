@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pressure on the cards that a pool is on, and what several ranks tell as one."""
 
+import json
+
 import pytest
 
 from kvcached.card.card import Card
 from kvcached.card.record import CardIdentity, EntrySpec, Kind, Usage
 from kvcached.core.geometry import BlockGeometry
 from kvcached.errors import HandshakeMismatch, PeerTimeout
+from kvcached.log_lines import JsonLine
 from kvcached.ranks.facts import MapperFacts, agreed
 from kvcached.runtime.control import BytesAnswer
 from kvcached.runtime.peers import Peers
@@ -94,6 +97,19 @@ def test_a_peer_that_does_not_answer_is_passed_over(world):
     world.add("kind", 0, 40, parked=20)
     world.answers |= {"/deaf": PeerTimeout("deaf"), "/kind": 10}
     assert world.peers({"CARD-0": PAGE}).press(10 * PAGE, 1.0) == 10 * PAGE
+
+
+def test_what_was_given_and_who_gave_nothing_are_facts_in_the_log(world, caplog):
+    caplog.set_level("INFO", "kvcached.pressure")
+    world.add("mine", 0, 10)
+    world.add("silent", 0, 30, parked=30)
+    world.add("other", 0, 40, parked=20)
+    world.answers |= {"/silent": PeerTimeout("too busy"), "/other": 20}
+    world.peers({"CARD-0": PAGE}).press(50 * PAGE, 1.0)
+    facts = {record["event"]: record for record in (json.loads(JsonLine().format(record)) for record in caplog.records)}
+    assert [facts["gave_back"][name] for name in ("giver", "asker", "given_bytes", "level")] == ["other", "mine", 20 * PAGE, "INFO"]
+    assert [facts["gave_nothing"][name] for name in ("giver", "reason", "level")] == ["silent", "too busy", "WARNING"]
+    assert [facts[event]["wanted_bytes"] for event in ("gave_back", "gave_nothing")] == [50 * PAGE, 30 * PAGE]
 
 
 def test_the_ceiling_is_that_of_the_card_that_allows_least_in_the_owners_bytes(world):
