@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +14,7 @@ from harness.cases import load_prompts
 from harness.engines import MODELS, PYTHON, environment
 from harness.matrix import NEWEST, STOCK
 from harness.server import Server
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvcached.card.card import Card
 from kvcached.runtime.control import ControlClient
@@ -22,9 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from prometheus_client.samples import Sample
+
     from kvcached.runtime.control import PoolStatus
 
 WAIT_S = 20.0
+POOL = "pool-of-tiny"  # the model is served as `tiny`
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:
@@ -42,7 +48,7 @@ def leased_bytes(run_dir: Path) -> int:
 @pytest.fixture(scope="module", params=NEWEST)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ensure_model("llama", MODELS / "llama")
-    settings = {"KVCACHED_IPC_NAME": "tiny", "KVCACHED_HOST_GRANULARITY": "256KiB", "KVCACHED_VIRTUAL": "128MiB", "KVCACHED_LIMIT": "64MiB"}
+    settings = {"KVCACHED_IPC_NAME": POOL, "KVCACHED_HOST_GRANULARITY": "256KiB", "KVCACHED_VIRTUAL": "128MiB", "KVCACHED_LIMIT": "64MiB"}
     server = Server(request.param, tmp_path_factory.mktemp("s"), **settings)
     try:
         yield server.wait_until_ready()
@@ -52,7 +58,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def control(server: Server) -> ControlClient:
-    return ControlClient(endpoint_path(server.run_dir, "tiny"))
+    return ControlClient(endpoint_path(server.run_dir, POOL))
 
 
 def owned_blocks(status: PoolStatus) -> int:
@@ -71,6 +77,26 @@ def test_answers_are_those_of_the_unhooked_engine_and_memory_comes_and_goes(serv
     assert status.cached_bytes > 0
     assert owned_blocks(status) == 1
     assert status.lease_bytes < status.limit_bytes
+
+
+def scrape(server: Server) -> dict[str, Sample]:
+    """What `kvcached metrics` prints of the server's pool, by name without `kvcached_`."""
+    command = [sys.executable, "-m", "kvcached.cli.main", "metrics", "--once", "--timeout", "20", "--run-dir", str(server.run_dir)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {sample.name.removeprefix("kvcached_"): sample for sample in samples if sample.labels.get("pool") == POOL}
+
+
+def test_a_scrape_while_it_serves_finds_its_pool_and_its_model(server: Server) -> None:
+    with ThreadPoolExecutor(1) as client:
+        answer = client.submit(server.complete, "Tell me everything.", max_tokens=1_900)
+        assert wait_for(lambda: owned_blocks(control(server).status()) > 1)
+        found = scrape(server)
+    assert answer.result()[0] == 200
+    assert found["pool_info"].labels["model"] == "tiny"
+    assert (found["pool_up"].value, found["pool_answers"].value) == (1, 1)
+    assert found["pool_mapped_bytes"].value > 0
+    assert found["pool_map_seconds_count"].value > 0
 
 
 def test_an_idle_server_obeys_the_control_endpoint(server: Server) -> None:

@@ -107,7 +107,7 @@ def test_a_rank_with_less_memory_makes_all_smaller(ran: dict[str, Batch], versio
     limits = [{limit for _, limit, *_ in rank["steps"]} for rank in (first, second)]
     assert max(limits[1]) < min(limits[0])
     assert max(owned for *_, owned in first["steps"]) <= max(limits[1]) * PAGE_BLOCKS
-    assert first["retracted"] == second["retracted"] > 0
+    assert first["retracted"] == second["retracted"] == first["counted"] == second["counted"] > 0
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -118,7 +118,7 @@ def test_a_limit_that_falls_on_one_rank_makes_all_smaller_until_it_rises(ran: di
     owned = {step: blocks for step, *_, blocks in first["steps"]}
     assert owned[min(low)] > LOW_PAGES * PAGE_BLOCKS >= owned[max(low)]
     assert max(blocks for step, blocks in owned.items() if step > max(low)) > LOW_PAGES * PAGE_BLOCKS
-    assert first["retracted"] == second["retracted"] > 0
+    assert first["retracted"] == second["retracted"] == first["counted"] == second["counted"] > 0
 
 
 @pytest.mark.parametrize(("version", "case"), ELASTIC, ids=lambda part: getattr(part, "name", part))

@@ -131,6 +131,7 @@ def served(engine: Engine) -> dict[str, Any]:
     with PeakByRank() as peak:
         tight = engine.tokens(prompts)
     look |= {"tight_peak": peak.bytes, "preemptions": engine.metric("vllm:num_preemptions"), "tight_tokens": tight}
+    look["counted"] = engine.memory.pool.tally.preemptions
     engine.memory.operations.limit(1 << 60)
     engine.llm.reset_prefix_cache()
     engine.tokens(["?"], max_tokens=1)  # in this process nobody processes the last step in flight until there is a next request

@@ -117,7 +117,12 @@ def generate(engine: Engine) -> dict[str, Any]:
     if engine.memory:
         zero_pages = int("KVCACHED_ZERO_BACKING" in engine.case.settings)
         settled = engine.wait_for(lambda look: is_settled(look, zero_pages))
-        result |= {"settled": settled, "shared_before": before, "shared_after": shared_bytes()}
+        result |= {
+            "settled": settled,
+            "counted": engine.memory.pool.tally.preemptions,
+            "shared_before": before,
+            "shared_after": shared_bytes(),
+        }
     return result
 
 

@@ -11,7 +11,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from sglang_harness.engine import Engine, Rank, ports_of, server_args
-from sglang_harness.scenarios import after_flush, count_retractions, pools_of, send_round, set_limit
+from sglang_harness.scenarios import after_flush, count_preemptions, count_retractions, pools_of, send_round, set_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,6 +82,7 @@ def rounds(engine: Engine, case: Case) -> dict[str, Any]:
     send_round(engine, case, "b")
     second = engine.run(watch)
     seen = {"tokens": first | second, "reasons": reasons | engine.reasons(), "retracted": retracted[0], "steps": steps}
+    seen["counted"] = count_preemptions(engine)
     if pools_of(engine):
         seen["exchanges"] = accord_of(engine)._calls
     return seen | after_flush(engine)

@@ -128,6 +128,11 @@ def count_retractions(engine: Engine) -> list[int]:
     return counted
 
 
+def count_preemptions(engine: Engine) -> int:
+    """As the pools have counted them."""
+    return sum(bank.pool.tally.preemptions for bank in pools_of(engine))
+
+
 def squeeze(release: Release, case: Case) -> dict[str, Any]:
     """The limit falls while requests run, to less than they hold together; later it rises again, and as many requests come once more."""
     engine = start(release, case)
@@ -160,6 +165,7 @@ def squeeze(release: Release, case: Case) -> dict[str, Any]:
         "tokens": out,
         "reasons": engine.reasons(),
         "retracted": retracted[0],
+        "counted": count_preemptions(engine),
         "seen": seen,
         "page_blocks": bank.pool.geometry.max_blocks_per_page,
     } | after_flush(engine)
