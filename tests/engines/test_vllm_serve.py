@@ -89,7 +89,7 @@ def scrape(server: Server) -> dict[str, Sample]:
 
 def test_a_scrape_while_it_serves_finds_its_pool_and_its_model(server: Server) -> None:
     with ThreadPoolExecutor(1) as client:
-        answer = client.submit(server.complete, "Tell me everything.", max_tokens=1_900)
+        answer = client.submit(server.complete, "Tell me everything.", max_tokens=500)
         assert wait_for(lambda: owned_blocks(control(server).status()) > 1)
         found = scrape(server)
     assert answer.result()[0] == 200

@@ -14,7 +14,7 @@ import threading
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from kvcached.card import Card, CardIdentity, Entry, EntrySpec, Kind, Usage
+from kvcached.card import NO_LIMIT_BYTES, Card, CardIdentity, Entry, EntrySpec, Kind, Usage
 from kvcached.errors import Misuse, PoolExhausted, StateUnknown
 from kvcached.runtime.control import (
     BytesAnswer,
@@ -95,12 +95,13 @@ class SmallPool:
             if number < self._revision:
                 return self._change("stale", limit_bytes, self._limit_bytes)
             self._revision = number
-            self._limit_bytes = min(limit_bytes, CAPACITY_BYTES)
+            is_limit = limit_bytes < NO_LIMIT_BYTES
+            self._limit_bytes = min(limit_bytes, CAPACITY_BYTES) if is_limit else NO_LIMIT_BYTES
             for part in (self._parked, self._cached):
                 while part and self._held_bytes() > self._limit_bytes:
                     part.pop()
             self._publish()
-            outcome = "clamped" if limit_bytes > CAPACITY_BYTES else "deferred" if self._held_bytes() > self._limit_bytes else "applied"
+            outcome = "clamped" if limit_bytes > self._limit_bytes else "deferred" if self._held_bytes() > self._limit_bytes else "applied"
             return self._change(outcome, limit_bytes, self._limit_bytes)
 
     def _change(self, outcome: str, asked_bytes: int, in_force_bytes: int) -> ChangeAnswer:

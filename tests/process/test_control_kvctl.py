@@ -90,13 +90,20 @@ class TestList:
         machine.start("chat", "code")
         machine.processes["chat"].kill()
         result = machine.kvctl("list")
-        assert "chat (dead)" in result.stdout
+        assert ["chat", "(dead)", "0", "0", "0", "0", "0", "0", "-", "0"] in [line.split() for line in result.stdout.splitlines()]
         assert "leased 18 MiB" in result.stdout
+        (card,) = machine.json("list")["cards"]
+        assert sum(pool["lease_bytes"] + pool["other_bytes"] for pool in card["pools"]) == card["leased_bytes"]
 
     def test_no_limit_is_shown_as_none(self, machine: Machine) -> None:
         machine.start("chat")
-        assert "limit clamped: 64 MiB in force" in machine.kvctl("limit", "chat", "none").stdout
-        assert machine.kvctl("limit", "chat", "none").exit_code == 0
+        lifted = machine.kvctl("limit", "chat", "none")
+        assert (lifted.exit_code, lifted.stdout) == (0, "chat: limit applied: none in force\n")
+        assert ["chat", "18M", "4M", "6M", "8M", "0", "0", "-", "0"] in [line.split() for line in machine.kvctl("list").stdout.splitlines()]
+        answer = machine.json("limit", "chat", "none")
+        assert (answer["holds"], answer["asked_bytes"], answer["in_force_bytes"]) == (True, None, None)
+        assert machine.json("list")["cards"][0]["pools"][0]["limit_bytes"] is None
+        assert machine.json("explain", "chat")["status"]["limit_bytes"] is None
 
 
 class TestLimit:
@@ -107,7 +114,10 @@ class TestLimit:
         assert machine.client("chat").status().mapped_bytes == 10 * MIB
         assert machine.json("list")["cards"][0]["leased_bytes"] == 10 * MIB
         up = machine.kvctl("limit", "chat", "90G")
-        assert (up.exit_code, up.stdout) == (0, "chat: limit clamped: 64 MiB in force (the small pool says clamped)\n")
+        assert (up.exit_code, up.stdout) == (
+            0,
+            "chat: limit clamped: 64 MiB in force, less than the 90 GiB asked (the small pool says clamped)\n",
+        )
 
     def test_what_requests_own_stays_and_the_exit_code_says_so(self, machine: Machine) -> None:
         machine.start("chat")

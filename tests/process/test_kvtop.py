@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvcached.card import NO_LIMIT_BYTES
 from kvcached.cli.top.app import THOROUGH_EVERY, Options, TopApp
 from kvcached.cli.top.rows import View
 from kvcached.cli.top.sampler import Sampler
@@ -372,10 +373,11 @@ class TestOrders:
             await screen.until(lambda: screen.row("chat")[-1:] == ["over"])
             await asyncio.to_thread(chat.ask, "give")
             await screen.until(lambda: screen.row("chat")[3:] == ["0", "0", "0", "30M", "2M", "0", "ok"])
-            await order(screen, "none", "Lift the limit of chat?", "chat: limit applied: 100 MiB in force")
+            await order(screen, "none", "Lift the limit of chat?", "chat: limit applied: none in force")
+            await screen.until(lambda: screen.row("chat")[6:7] == ["-"])
 
         on_screen(machine, act)
-        assert machine.client("chat").status().limit_bytes == 100 * MIB
+        assert machine.client("chat").status().limit_bytes == NO_LIMIT_BYTES
 
     def test_no_is_no(self, machine: Machine) -> None:
         machine.start("chat")

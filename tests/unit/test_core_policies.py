@@ -20,6 +20,10 @@ def test_limits_are_clamped_to_what_a_pool_can_obey() -> None:
     assert limits.pages(16) == 5
 
 
+def test_the_floor_in_force_is_never_above_the_limit() -> None:
+    assert [Limits(limit, 70).claimed_bytes for limit in (60, 70, 80)] == [60, 70, 70]
+
+
 @pytest.mark.parametrize("wrong", [{"limit_bytes": -1}, {"limit_bytes": 1, "floor_bytes": -1}, {"limit_bytes": 1, "weight": 0}])
 def test_limits_that_mean_nothing_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(Misuse):

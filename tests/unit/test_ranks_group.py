@@ -8,13 +8,14 @@ import time
 import pytest
 
 from kvcached.core.geometry import BlockGeometry
-from kvcached.core.limits import Limits
+from kvcached.core.limits import NO_LIMIT_BYTES, Limits
 from kvcached.core.tally import cumulative
 from kvcached.errors import DeviceError, HandshakeMismatch, PeerLost, PeerTimeout, StateUnknown
 from kvcached.ranks.api import LimitsRequest, Outcome, Report, Verdict
 from kvcached.ranks.coordinator import Settle
 from kvcached.ranks.group import RankGroup
 from kvcached.ranks.messages import TallyRequest
+from kvcached.ranks.scale import Scale
 from kvcached.ranks.transactions import Query
 from kvcached.runtime.pool import Pool, PoolOptions
 from kvcached.testing.ranks import HELLO, FakeRank
@@ -466,3 +467,9 @@ def test_a_rank_that_owes_its_tally_is_not_asked_again(crew):
     pair.ranks[1].close()
     with pytest.raises(PeerLost):
         pair.group.tally(WAIT_S)
+
+
+def test_no_limit_is_none_on_every_rank_whatever_a_page_needs_there():
+    scale = Scale((4, 1), 4)
+    assert [scale.limits_of(rank, LimitsRequest(NO_LIMIT_BYTES, 8, 1.0, 0)).limit_bytes for rank in (0, 1)] == [NO_LIMIT_BYTES] * 2
+    assert [scale.limits_of(rank, LimitsRequest(16, 8, 1.0, 0)).limit_bytes for rank in (0, 1)] == [16, 4]

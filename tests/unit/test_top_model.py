@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,6 +27,7 @@ from kvcached.cli.top.actions import ALL, Order, parse_order
 from kvcached.cli.top.command import app
 from kvcached.cli.top.detail import describe, graph
 from kvcached.cli.top.history import History, Point, columns, plot
+from kvcached.cli.top.plain_view import to_json
 from kvcached.cli.top.rows import SORTS, State, View, build, fit, state_of
 from kvcached.cli.top.sampler import CardSample, RankRow, Sample, Sampler, plain
 from kvcached.config import Amount
@@ -33,7 +35,6 @@ from kvcached.units import GIB, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 BUDGET_BYTES = 100 * MIB
 
@@ -189,13 +190,15 @@ class TestSampler:
         program = (
             "import os, sys; from pathlib import Path; from kvcached.card import *;"
             "card = Card.open(Path(sys.argv[1]), CardIdentity('GPU-0', 'a card', 1 << 30), budget_bytes=0);"
-            "card.register(EntrySpec(Kind.KV, 'gone')).lease(1 << 20, owned=True); os._exit(0)"
+            "entry = card.register(EntrySpec(Kind.KV, 'gone', limit_bytes=9 << 20, floor_bytes=1 << 20));"
+            "entry.lease(1 << 20, owned=True); entry.publish(Usage(mapped_bytes=1 << 20, owned_bytes=1 << 20)); os._exit(0)"
         )
         subprocess.run(
             [sys.executable, "-c", program, str(run_dir)], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         )
         (seen,) = Sampler(run_dir).sample().cards
         assert ([(row.instance, row.alive) for row in seen.rows], seen.leased_bytes) == ([("gone", False)], 0)
+        assert build(Sampler(run_dir).sample(), View(), 80)[2].text.split() == ["gone", "0", "0", "0", "0", "0", "-", "0", "0", "dead"]
 
     def test_names_cannot_steer_the_terminal(self, run_dir: Path, card: Card) -> None:
         card.register(spec("chat", name="\x1b[2Jmodel\n"))
@@ -252,6 +255,14 @@ class TestRows:
         assert names(SAMPLE, sort="limit", by_card=False)[0] == "c"
         assert names(SAMPLE, is_reversed=True) == ["card", "b", "a", "a", "card", "c"]
         assert [line.key for line in build(SAMPLE, View(sort="mapped"), 80)][2] == ("GPU-0", "a", 1)
+
+    def test_what_is_wanted_is_shown_while_it_is(self) -> None:
+        hungry = row("a", wanted_bytes=9 * MIB, ticket=1, wanted_until_ns=1_000)
+        samples = [Sample(now_ns, (card_of(hungry, row("b", wanted_bytes=10 * MIB)),)) for now_ns in (1_000, 1_001)]
+        assert [build(sample, View(), 80)[2].text.split()[-2:] for sample in samples] == [["9M", "waits"], ["0", "ok"]]
+        assert [names(sample, sort="wanted") for sample in samples] == [["card", "a", "b"]] * 2
+        shown = [to_json(sample, View(), Path("run"))["cards"][0]["pools"][0]["wanted_bytes"] for sample in samples]
+        assert shown == [9 * MIB, 0]
 
     def test_trouble_comes_first_when_sorted_by_state(self) -> None:
         sample = Sample(0, (card_of(row("a"), row("b", lease_bytes=51 * MIB), row("c", alive=False)),))

@@ -4,9 +4,10 @@
 from kvcached.card.budget import Refusal
 from kvcached.card.card import Card
 from kvcached.card.entry import Entry, LeaseResult
-from kvcached.card.record import NO_LIMIT_BYTES, CardIdentity, EntrySpec, Kind, Usage
+from kvcached.card.record import CardIdentity, EntrySpec, Kind, Usage
 from kvcached.card.together import lease_together
 from kvcached.card.view import CardSnapshot, EntryView
+from kvcached.core.limits import NO_LIMIT_BYTES
 
 __all__ = [
     "NO_LIMIT_BYTES",

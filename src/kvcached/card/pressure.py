@@ -31,12 +31,12 @@ class Demand(NamedTuple):
     bytes: int
 
 
-def demands(records: Sequence[Record], asker_slot: int, wanted_bytes: int, budget_bytes: int) -> list[Demand]:
+def demands(records: Sequence[Record], asker_slot: int, wanted_bytes: int, budget_bytes: int, now_ns: int) -> list[Demand]:
     """The demands that together give `wanted_bytes`, or as much as there is. `records` by slot; dead ones must be left empty.
 
     Within one source those go first that are furthest above their fair share.
     """
-    excess = _excess_bytes(records, asker_slot, wanted_bytes, budget_bytes)
+    excess = _excess_bytes(records, asker_slot, wanted_bytes, budget_bytes, now_ns)
     givers = sorted(excess, key=lambda slot: (-excess[slot], slot))
     plan: list[Demand] = []
     missing_bytes = wanted_bytes
@@ -60,12 +60,12 @@ def giveable_bytes(record: Record, source: Source) -> int:
     return max(0, min(record.cached_bytes, above_floor_bytes))
 
 
-def _excess_bytes(records: Sequence[Record], asker_slot: int, wanted_bytes: int, budget_bytes: int) -> dict[int, int]:
+def _excess_bytes(records: Sequence[Record], asker_slot: int, wanted_bytes: int, budget_bytes: int, now_ns: int) -> dict[int, int]:
     pools = [slot for slot, record in enumerate(records) if record.kind == Kind.KV]
-    claims = [_claim(records[slot], wanted_bytes if slot == asker_slot else 0) for slot in pools]
+    claims = [_claim(records[slot], wanted_bytes if slot == asker_slot else 0, now_ns) for slot in pools]
     shares = fair_shares(claims, budget_bytes)
     return {slot: records[slot].lease_bytes - share for slot, share in zip(pools, shares, strict=True) if slot != asker_slot}
 
 
-def _claim(record: Record, wanted_bytes: int) -> Claim:
-    return Claim(record.floor_bytes, record.weight, record.lease_bytes + max(wanted_bytes, record.wanted_bytes))
+def _claim(record: Record, wanted_bytes: int, now_ns: int) -> Claim:
+    return Claim(record.floor_bytes, record.weight, record.lease_bytes + max(wanted_bytes, record.waiting_bytes(now_ns)))

@@ -25,6 +25,7 @@ from struct import Struct
 from typing import Final, NamedTuple
 from zlib import crc32
 
+from kvcached.core.limits import NO_LIMIT_BYTES
 from kvcached.errors import SettingError
 
 MAGIC: Final = b"KVCACHED"
@@ -32,7 +33,6 @@ VERSION: Final = 1
 HEADER_BYTES: Final = 4096
 SLOTS: Final = 128
 SLOT_BYTES: Final = 1024
-NO_LIMIT_BYTES: Final = (1 << 63) - 1
 LONGEST_SETTLE_NS: Final = 10 * 10**9
 UUID_CHARS: Final = 64
 INSTANCE_CHARS: Final = 40
@@ -143,8 +143,13 @@ class Record(NamedTuple):
     def waits(self, now_ns: int) -> bool:
         return self.ticket > 0 and now_ns <= self.wanted_until_ns
 
+    def waiting_bytes(self, now_ns: int) -> int:
+        """What it wants at this moment: who has stopped asking leaves its last wish in the record."""
+        return self.wanted_bytes if self.waits(now_ns) else 0
+
 
 EMPTY: Final = Record()
+_LASTING: Final = ("version", "sequence", "kind", "rank", "flags", "pid", "instance", "name", "endpoint")
 _USAGE_AT: Final = Record._fields.index(USAGE_FIELDS[0])
 _USAGE_WORDS: Final = attrgetter(*USAGE_FIELDS)  # of a usage, or of a record, which has fields of the same names
 _UNREADABLE: Final = Record(kind=Kind.UNREADABLE)
@@ -286,6 +291,11 @@ def _check_spec(spec: EntrySpec) -> None:
     if not 0 <= spec.rank < 1 << 16:
         raise SettingError(f"rank is {spec.rank}; allowed are 0 to 65535")
     check_limits(spec.limit_bytes, spec.floor_bytes, spec.weight)
+
+
+def without_memory(record: Record) -> Record:
+    """Who it was, and nothing of what it had: as a dead process's entry is shown, whose memory is free already."""
+    return EMPTY._replace(limit_bytes=NO_LIMIT_BYTES, **{name: getattr(record, name) for name in _LASTING})
 
 
 def check_limits(limit_bytes: int, floor_bytes: int, weight: float) -> None:

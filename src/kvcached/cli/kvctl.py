@@ -17,6 +17,7 @@ import typer
 
 from kvcached.card import Card
 from kvcached.cli import live
+from kvcached.cli.answers import FLOOR, LIMIT, bytes_hold, bytes_json, bytes_text, change_holds, change_json, change_text, explain_json
 from kvcached.cli.machine import Target, find, pid_at, read_cards
 from kvcached.cli.output import ExitCode, parse_amount, parse_limit, parse_percent, reporting, say, say_json, short_size, table, warn
 from kvcached.cli.settings_view import show_settings
@@ -126,9 +127,7 @@ def limit_percent(context: typer.Context, pool: Pool, percent: Percent, revision
 
 def _set_limit(session: Session, pool: str, amount: Amount, revision: int | None, as_json: bool) -> None:
     target, client = session.reach(pool)
-    answer = client.limit(target.bytes_of(amount, client), revision)
-    holds = answer.in_force_bytes <= answer.asked_bytes and not answer.overage_bytes
-    _tell_change(pool, "limit", answer, holds, as_json)
+    _tell_change(pool, LIMIT, client.limit(target.bytes_of(amount, client), revision), as_json)
 
 
 @app.command()
@@ -136,8 +135,7 @@ def floor(context: typer.Context, pool: Pool, size: SizeOrShare, as_json: AsJson
     """Make the other pools leave SIZE to this one."""
     with _session(context, as_json) as session:
         target, client = session.reach(pool)
-        answer = client.floor(target.bytes_of(size, client))
-        _tell_change(pool, "floor", answer, answer.in_force_bytes >= answer.asked_bytes, as_json)
+        _tell_change(pool, FLOOR, client.floor(target.bytes_of(size, client)), as_json)
 
 
 @app.command()
@@ -188,7 +186,7 @@ def explain(context: typer.Context, pool: Pool, as_json: AsJson = False) -> None
         client = session.reach(pool)[1]
         status, answer = client.status(), client.explain()
         if as_json:
-            say_json({"status": status.model_dump(), "rows": [row.model_dump() for row in answer.rows]})
+            say_json(explain_json(status, answer))
             return
         why = f" ({status.reason})" if status.reason else ""
         model = f", model {status.name}" if status.name else ""
@@ -237,29 +235,21 @@ def _end(session: Session, target: Target) -> None:
         time.sleep(0.05)
 
 
-def _tell_change(pool: str, what: str, answer: ChangeAnswer, holds: bool, as_json: bool) -> None:
-    holds = holds and answer.outcome not in ("stale", "rejected")
+def _tell_change(pool: str, setting: str, answer: ChangeAnswer, as_json: bool) -> None:
     if as_json:
-        say_json({"pool": pool, "setting": what, "holds": holds, **answer.model_dump()})
+        say_json(change_json(pool, setting, answer))
     else:
-        more = f", {format_size(answer.overage_bytes)} above it still held" if what == "limit" and answer.overage_bytes else ""
-        why = f" ({answer.reason})" if answer.reason else ""
-        say(f"{pool}: {what} {answer.outcome}: {_amount_text(answer.in_force_bytes)} in force{more}{why}")
-    if not holds:
+        say(change_text(pool, setting, answer))
+    if not change_holds(setting, answer):
         raise typer.Exit(int(ExitCode.REFUSED))
-
-
-def _amount_text(size_bytes: int) -> str:
-    return "none" if short_size(size_bytes) == "-" else format_size(size_bytes)
 
 
 def _tell_bytes(pool: str, answer: BytesAnswer, wanted_bytes: int | None, as_json: bool) -> None:
     if as_json:
-        say_json({"pool": pool, "wanted_bytes": wanted_bytes, **answer.model_dump()})
+        say_json(bytes_json(pool, answer, wanted_bytes))
     else:
-        of = "" if wanted_bytes is None else f" of {format_size(wanted_bytes)}"
-        say(f"{pool}: {format_size(answer.given_bytes)}{of} given back")
-    if wanted_bytes is not None and answer.given_bytes < wanted_bytes:
+        say(f"{pool}: {bytes_text(answer, wanted_bytes)}")
+    if not bytes_hold(answer, wanted_bytes):
         raise typer.Exit(int(ExitCode.REFUSED))
 
 

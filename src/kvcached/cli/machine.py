@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import socket
 import struct
-from dataclasses import asdict, dataclass, fields
+import time
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcached.card import Card
-from kvcached.card.record import NO_LIMIT_BYTES, Kind
+from kvcached.card.record import Kind, without_memory
 from kvcached.cli.output import NoSuchPool
 from kvcached.config import INSTANCE_PATTERN
+from kvcached.core.limits import NO_LIMIT_BYTES
 from kvcached.errors import PeerLost, PeerRefused
 from kvcached.runtime.control import ControlClient, endpoint_path
 
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PoolRow:
-    """An instance on a card; bytes are summed over its ranks there. `state`: `live`, `dead` (not cleared up yet), `other version`."""
+    """An instance on a card; bytes are summed over its ranks there. `state`: `live`, `dead` (not cleared up yet, without memory),
+    `other version`."""
 
     instance: str
     name: str
@@ -79,13 +82,14 @@ class CardRow:
 
 def read_cards(run_dir: Path) -> list[CardRow]:
     """All cards of the run directory; none when it does not exist."""
-    return [_card_row(snapshot) for snapshot in Card.list_cards(run_dir)]
+    return [_card_row(snapshot, time.monotonic_ns()) for snapshot in Card.list_cards(run_dir)]
 
 
-def _card_row(snapshot: CardSnapshot) -> CardRow:
+def _card_row(snapshot: CardSnapshot, now_ns: int) -> CardRow:
     groups: dict[tuple[str, bool], list[EntryView]] = {}
     for entry in snapshot.entries:
-        groups.setdefault((entry.instance, entry.alive), []).append(entry)
+        shown = entry if entry.alive else replace(entry, record=without_memory(entry.record))
+        groups.setdefault((entry.instance, entry.alive), []).append(shown)
     return CardRow(
         uuid=snapshot.identity.uuid,
         name=snapshot.identity.name,
@@ -96,11 +100,11 @@ def _card_row(snapshot: CardSnapshot) -> CardRow:
         over_bytes=snapshot.over_bytes,
         short_bytes=snapshot.short_bytes,
         problem=snapshot.problem,
-        pools=tuple(_pool_row(snapshot.identity.uuid, groups[key]) for key in sorted(groups)),
+        pools=tuple(_pool_row(snapshot.identity.uuid, groups[key], now_ns) for key in sorted(groups)),
     )
 
 
-def _pool_row(card: str, entries: Sequence[EntryView]) -> PoolRow:
+def _pool_row(card: str, entries: Sequence[EntryView], now_ns: int) -> PoolRow:
     kv = [entry for entry in entries if entry.kind is Kind.KV]
     shown = (kv or list(entries))[0]
     limits = [entry.record.limit_bytes for entry in kv] or [NO_LIMIT_BYTES]
@@ -118,7 +122,7 @@ def _pool_row(card: str, entries: Sequence[EntryView]) -> PoolRow:
         limit_bytes=min(NO_LIMIT_BYTES, sum(limits)),
         floor_bytes=sum(entry.record.floor_bytes for entry in entries),
         weight=shown.record.weight,
-        wanted_bytes=sum(entry.record.wanted_bytes for entry in kv),
+        wanted_bytes=sum(entry.record.waiting_bytes(now_ns) for entry in kv),
         mapped_bytes=sum(usage.mapped_bytes for usage in usages),
         owned_bytes=sum(usage.owned_bytes for usage in usages),
         cached_bytes=sum(usage.cached_bytes for usage in usages),

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvcached.card.record import NO_LIMIT_BYTES
 from kvcached.config import Amount
+from kvcached.core.limits import NO_LIMIT_BYTES
 from kvcached.errors import HandshakeMismatch, KVCachedError, PeerLost, PeerTimeout, SettingError
 from kvcached.units import GIB, KIB, MIB, TIB
 

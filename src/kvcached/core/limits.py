@@ -10,6 +10,7 @@ from typing import Final
 from kvcached.errors import Misuse
 
 DEFAULT_WEIGHT: Final = 1.0
+NO_LIMIT_BYTES: Final = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,11 @@ class Limits:
             raise Misuse(f"limit ({self.limit_bytes}) and floor ({self.floor_bytes}) are sizes in bytes and cannot be negative")
         if not self.weight > 0:
             raise Misuse(f"the weight is {self.weight}; it must be above 0")
+
+    @property
+    def claimed_bytes(self) -> int:
+        """The floor that is in force: a pool cannot claim what it may not hold."""
+        return min(self.floor_bytes, self.limit_bytes)
 
     def clamped(self, range_bytes: int, least_bytes: int = 0) -> Limits:
         """The nearest limits that a pool with this range can obey: least <= limit <= range, floor <= limit."""

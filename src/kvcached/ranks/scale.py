@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvcached.core.limits import NO_LIMIT_BYTES
 from kvcached.ranks.api import LimitsRequest, Outcome, Report
 
 if TYPE_CHECKING:
@@ -28,8 +29,9 @@ class Scale:
         return replace(outcome, size_bytes=outcome.size_bytes * self.unit_bytes // self._steps_bytes[rank])
 
     def limits_of(self, rank: int, limits: LimitsRequest) -> LimitsRequest:
-        limit_bytes, floor_bytes = self.to_rank(rank, limits.limit_bytes), self.to_rank(rank, limits.floor_bytes)
-        return replace(limits, limit_bytes=limit_bytes, floor_bytes=floor_bytes)
+        limited = limits.limit_bytes < NO_LIMIT_BYTES
+        limit_bytes = self.to_rank(rank, limits.limit_bytes) if limited else NO_LIMIT_BYTES
+        return replace(limits, limit_bytes=limit_bytes, floor_bytes=self.to_rank(rank, limits.floor_bytes))
 
     def report_of(self, rank: int, report: Report) -> Report:
         return Report(*(self.to_rank(rank, getattr(report, name)) for name in Report.__slots__))

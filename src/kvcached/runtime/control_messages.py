@@ -61,7 +61,6 @@ class PoolStatus(Answer):
     parked_bytes: int = 0
     retired_bytes: int = 0
     mapped_bytes: int = 0
-    wanted_bytes: int = 0
     longest_request_tokens: int = 0  # most that the pool can ever hold of one request; 0: not known
 
 

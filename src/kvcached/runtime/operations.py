@@ -12,18 +12,19 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from kvcached.card.record import NO_LIMIT_BYTES
-from kvcached.core.limits import Limits
+from kvcached.core.limits import NO_LIMIT_BYTES
 from kvcached.core.tally import Eviction
 from kvcached.errors import PeerError, PeerRefused, PeerTimeout
 from kvcached.ranks.api import MapperStatus
 from kvcached.runtime.control import BytesAnswer, ChangeAnswer, Explanation, PoolMetrics, PoolStatus, WeightAnswer
 from kvcached.runtime.control_messages import RankMetrics
 from kvcached.runtime.explain import explain_pool
+from kvcached.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from kvcached.core.limits import Limits
     from kvcached.ranks.facts import MapperFacts
     from kvcached.runtime.keeper import Keeper
     from kvcached.runtime.pool import Pool
@@ -81,7 +82,7 @@ class PoolOperations:
             held_bytes=mapper.held_bytes,
             limit_bytes=limits.limit_bytes,
             limit_revision=limits.revision,
-            floor_bytes=limits.floor_bytes,
+            floor_bytes=limits.claimed_bytes,
             weight=limits.weight,
             owned_bytes=counts.owned_blocks * block_bytes,
             cached_bytes=counts.cached_blocks * block_bytes,
@@ -120,12 +121,12 @@ class PoolOperations:
         )
 
     def limit(self, limit_bytes: int, revision: int | None = None) -> ChangeAnswer:
-        """`NO_LIMIT_BYTES` asks for all that the pool can ever hold."""
-        asked_bytes = self._most_bytes() if limit_bytes >= NO_LIMIT_BYTES else limit_bytes
-        return self._change(asked_bytes, revision, self._least_bytes(), "limit_bytes")
+        """`NO_LIMIT_BYTES` lifts the limit."""
+        most_bytes = NO_LIMIT_BYTES if limit_bytes >= NO_LIMIT_BYTES else self._most_bytes()
+        return self._change("limit_bytes", limit_bytes, revision, lambda _: (self._least_bytes(), most_bytes))
 
     def floor(self, floor_bytes: int) -> ChangeAnswer:
-        return self._change(floor_bytes, None, 0, "floor_bytes")
+        return self._change("floor_bytes", floor_bytes, None, lambda limits: (0, min(limits.limit_bytes, self._most_bytes())))
 
     def _least_bytes(self) -> int:
         """The pages that are pinned stay mapped whatever the limit."""
@@ -134,27 +135,37 @@ class PoolOperations:
     def _most_bytes(self) -> int:
         return min(self._pool.geometry.range_bytes, self._facts.budget_bytes)
 
-    def _change(self, asked_bytes: int, revision: int | None, least_bytes: int, field: str) -> ChangeAnswer:
+    def _change(self, field: str, asked_bytes: int, revision: int | None, bounds: Callable[[Limits], tuple[int, int]]) -> ChangeAnswer:
+        """`bounds`: the least and the most that is possible."""
         with self._locked() as pool:
             limits = pool.limits
+            former_bytes = limits.limit_bytes if field == "limit_bytes" else limits.claimed_bytes
             if revision is not None and revision <= limits.revision:
-                return self._answer("stale", asked_bytes, getattr(limits, field), f"revision {limits.revision} is in force")
-            most_bytes = self._most_bytes()
+                return self._answer("stale", asked_bytes, former_bytes, f"revision {limits.revision} is in force")
+            least_bytes, most_bytes = bounds(limits)
             in_force_bytes = max(least_bytes, min(asked_bytes, most_bytes))
+            edge = "" if in_force_bytes == asked_bytes else self._edge(asked_bytes, in_force_bytes)
             changed = {field: in_force_bytes, "revision": limits.revision + 1 if revision is None else revision}
             try:
                 pool.set_limits(replace(limits, **changed))
             except PeerRefused as error:
-                return self._answer("rejected", asked_bytes, getattr(limits, field), str(error))
+                cut = f"{format_size(asked_bytes)} asked, and {edge}: " if edge else ""
+                return self._answer("rejected", asked_bytes, former_bytes, f"{cut}{error}")
         self._keeper.enforce_limit()
         self._pool.report()
-        if in_force_bytes != asked_bytes:
-            edge = "the card's budget or the address range" if asked_bytes > most_bytes else "the pages that always stay mapped"
-            return self._answer("clamped", asked_bytes, in_force_bytes, f"{edge} set the bound")
+        if edge:
+            return self._answer("clamped", asked_bytes, in_force_bytes, edge)
         over = self._pool.overage_pages()
         return self._answer(
             "deferred" if over else "applied", asked_bytes, in_force_bytes, "running requests hold the rest" if over else ""
         )
+
+    def _edge(self, asked_bytes: int, bound_bytes: int) -> str:
+        """What made `bound_bytes` of what was asked."""
+        if bound_bytes > asked_bytes:
+            return "the pages that always stay mapped set the bound"
+        which = "the card's budget or the address range sets" if bound_bytes == self._most_bytes() else "the pool's own limit sets"
+        return f"{which} the bound"
 
     def _answer(self, outcome: str, asked_bytes: int, in_force_bytes: int, reason: str) -> ChangeAnswer:
         return ChangeAnswer(
@@ -168,7 +179,7 @@ class PoolOperations:
 
     def weight(self, weight: float) -> WeightAnswer:
         with self._locked() as pool:
-            pool.set_limits(Limits(pool.limits.limit_bytes, pool.limits.floor_bytes, weight, pool.limits.revision + 1))
+            pool.set_limits(replace(pool.limits, weight=weight, revision=pool.limits.revision + 1))
         self._pool.report()
         return WeightAnswer(weight=weight)
 
@@ -207,7 +218,7 @@ class PoolOperations:
 
     def _give_cached(self, wanted_bytes: int) -> int:
         with self._locked() as pool:
-            spare_bytes = pool.counts().held_pages * pool.geometry.release_step_bytes - pool.limits.floor_bytes
+            spare_bytes = pool.counts().held_pages * pool.geometry.release_step_bytes - pool.limits.claimed_bytes
             pages = pool.pages_over(min(wanted_bytes, max(0, spare_bytes)))
             pool.free_pages(pages, Eviction.PRESSURE)
         return self._pool.shrink(pages)

@@ -85,7 +85,7 @@ class Peers:
         """Those that the record says can give, cheapest first, then the rest: what they published may be a moment old."""
         by_slot = {entry.slot: entry for entry in snapshot.live}
         records, mine = self._records(snapshot)
-        by_cost = [demand.slot for demand in demands(records, mine, wanted_bytes, snapshot.budget_bytes)]
+        by_cost = [demand.slot for demand in demands(records, mine, wanted_bytes, snapshot.budget_bytes, time.monotonic_ns())]
         above_floor = [
             slot
             for slot, record in enumerate(records)

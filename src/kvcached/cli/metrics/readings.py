@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from kvcached.card.record import NO_LIMIT_BYTES, Kind
+from kvcached.card.record import Kind
 from kvcached.cli.metrics.catalog import (
     ANSWERS,
     CARD_GAUGES,
@@ -27,6 +27,7 @@ from kvcached.cli.metrics.catalog import (
     WANTED,
     Metric,
 )
+from kvcached.core.limits import NO_LIMIT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -93,7 +94,7 @@ def _read_row(readings: Readings, row: RankRow, now_ns: int) -> None:
         for field, metric in RECORD_GAUGES.items():
             readings.add(metric, getattr(record, field), *labels)
         readings.add(LIMIT, math.inf if record.limit_bytes >= NO_LIMIT_BYTES else record.limit_bytes, *labels)
-        readings.add(WANTED, record.wanted_bytes if record.waits(now_ns) else 0, *labels)
+        readings.add(WANTED, record.waiting_bytes(now_ns), *labels)
 
 
 def _read_answer(readings: Readings, pool: str, answer: PoolMetrics) -> None:

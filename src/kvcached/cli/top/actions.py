@@ -6,13 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvcached.card.record import NO_LIMIT_BYTES
+from kvcached.cli.answers import LIMIT, bytes_hold, bytes_text, change_text
 from kvcached.cli.machine import find
-from kvcached.cli.output import short_size
 from kvcached.cli.top.rows import State
 from kvcached.config import Amount
+from kvcached.core.limits import NO_LIMIT_BYTES
 from kvcached.errors import KVCachedError, PeerLost, PeerTimeout
-from kvcached.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
     from kvcached.runtime.control import BytesAnswer, ChangeAnswer, ControlClient
 
-LIMIT: Final = "limit"
 TRIM: Final = "trim"
 ALL: Final = Amount(NO_LIMIT_BYTES)
 
@@ -85,17 +83,12 @@ def _perform(run_dir: Path, timeout_s: float, order: Order) -> Reply:
 
 
 def _limit_reply(instance: str, answer: ChangeAnswer) -> Reply:
-    in_force = "no limit" if short_size(answer.in_force_bytes) == "-" else format_size(answer.in_force_bytes)
-    above = f", {format_size(answer.overage_bytes)} above it still held" if answer.overage_bytes else ""
-    why = f" ({answer.reason})" if answer.reason else ""
     style = {"applied": "good", "deferred": "warn", "clamped": "warn"}.get(answer.outcome, "bad")
-    return Reply(instance, f"{instance}: limit {answer.outcome}: {in_force} in force{above}{why}", style)
+    return Reply(instance, change_text(instance, LIMIT, answer), style)
 
 
 def _trim_reply(instance: str, answer: BytesAnswer, wanted_bytes: int | None) -> Reply:
-    of = "" if wanted_bytes is None else f" of {format_size(wanted_bytes)}"
-    done = wanted_bytes is None or answer.given_bytes >= wanted_bytes
-    return Reply(instance, f"{instance}: trim: {format_size(answer.given_bytes)}{of} given back", "good" if done else "warn")
+    return Reply(instance, f"{instance}: trim: {bytes_text(answer, wanted_bytes)}", "good" if bytes_hold(answer, wanted_bytes) else "warn")
 
 
 def inquire(client: ControlClient, instance: str) -> Reply:

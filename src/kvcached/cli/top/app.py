@@ -13,8 +13,9 @@ from textual.app import App
 from textual.message import Message
 from textual.widgets import Input
 
+from kvcached.cli.answers import LIMIT
 from kvcached.cli.live import none_text
-from kvcached.cli.top.actions import LIMIT, TRIM, Order, Reply, inquire, perform
+from kvcached.cli.top.actions import TRIM, Order, Reply, inquire, perform
 from kvcached.cli.top.detail import describe, graph
 from kvcached.cli.top.history import LIVE_SAMPLES, History
 from kvcached.cli.top.rows import SORTS, Line, State, View, build, find_row

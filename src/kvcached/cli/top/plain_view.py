@@ -6,9 +6,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvcached.card.record import NO_LIMIT_BYTES
 from kvcached.cli.live import none_text
 from kvcached.cli.top.rows import COLUMNS, build, chosen, state_of
+from kvcached.core.limits import NO_LIMIT_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,11 +50,11 @@ def to_json(sample: Sample, view: View, run_dir: Path) -> dict[str, Any]:
 
 def _card_json(card: CardSample, view: View, now_ns: int) -> dict[str, Any]:
     values = {name: getattr(card, name) for name in _CARD_FIELDS}
-    return {**values, "pools": [_row_json(row, state_of(row, card, now_ns, {})) for row, _ in chosen(card, view, now_ns)]}
+    return {**values, "pools": [_row_json(row, state_of(row, card, now_ns, {}), now_ns) for row, _ in chosen(card, view, now_ns)]}
 
 
-def _row_json(row: RankRow, state: State) -> dict[str, Any]:
-    sizes = {f"{column.name}_bytes": column.value(row) for column in COLUMNS}
+def _row_json(row: RankRow, state: State, now_ns: int) -> dict[str, Any]:
+    sizes = {f"{column.name}_bytes": column.value(row, now_ns) for column in COLUMNS}
     limit_bytes = None if row.record.limit_bytes >= NO_LIMIT_BYTES else row.record.limit_bytes
     return {
         "instance": row.instance,

@@ -42,18 +42,20 @@ class State(NamedTuple):
 
 
 class Column(NamedTuple):
+    """`value` of a row at a moment in nanoseconds."""
+
     name: str
-    value: Callable[[RankRow], int]
+    value: Callable[[RankRow, int], int]
 
 
 COLUMNS: Final = (
-    Column("mapped", lambda row: row.record.mapped_bytes),
-    Column("used", lambda row: row.record.owned_bytes),
-    Column("cached", lambda row: row.record.cached_bytes),
-    Column("parked", lambda row: row.record.parked_bytes),
-    Column("limit", lambda row: row.record.limit_bytes),
-    Column("floor", lambda row: row.record.floor_bytes),
-    Column("wanted", lambda row: row.record.wanted_bytes),
+    Column("mapped", lambda row, _: row.record.mapped_bytes),
+    Column("used", lambda row, _: row.record.owned_bytes),
+    Column("cached", lambda row, _: row.record.cached_bytes),
+    Column("parked", lambda row, _: row.record.parked_bytes),
+    Column("limit", lambda row, _: row.record.limit_bytes),
+    Column("floor", lambda row, _: row.record.floor_bytes),
+    Column("wanted", lambda row, now_ns: row.record.waiting_bytes(now_ns)),
 )
 SORTS: Final = ("name", *(column.name for column in COLUMNS), "state")
 _VALUES: Final = {column.name: column.value for column in COLUMNS}
@@ -115,10 +117,10 @@ def build(sample: Sample, view: View, width: int) -> list[Line]:
     lines = [_heading(view, width)]
     if view.by_card:
         for card, rows in shown:
-            lines += [_card_line(card, sample.now_ns, width), *(_row_line(row, state, width) for row, state in _sorted(rows, view))]
+            lines += [_card_line(card, sample.now_ns, width), *_row_lines(rows, view, sample.now_ns, width)]
     else:
         everything = [pair for _, rows in shown for pair in rows]
-        lines += [_row_line(row, state, width) for row, state in _sorted(everything, view)]
+        lines += _row_lines(everything, view, sample.now_ns, width)
     return lines
 
 
@@ -144,7 +146,11 @@ def _card_matches(card: CardSample, view: View) -> bool:
     return view.filter_text.lower() in f"{card.uuid} {card.name}".lower()
 
 
-def _sorted(rows: list[tuple[RankRow, State]], view: View) -> list[tuple[RankRow, State]]:
+def _row_lines(rows: list[tuple[RankRow, State]], view: View, now_ns: int, width: int) -> list[Line]:
+    return [_row_line(row, state, now_ns, width) for row, state in _sorted(rows, view, now_ns)]
+
+
+def _sorted(rows: list[tuple[RankRow, State]], view: View, now_ns: int) -> list[tuple[RankRow, State]]:
     """Names from A to Z, numbers from large to small, troubled ones first; equal ones stay in the order of their names."""
     by_name = sorted(
         rows, key=lambda pair: (pair[0].instance, pair[0].rank, pair[0].key[0]), reverse=view.is_reversed and view.sort == "name"
@@ -154,7 +160,7 @@ def _sorted(rows: list[tuple[RankRow, State]], view: View) -> list[tuple[RankRow
     if view.sort == "state":
         return sorted(by_name, key=lambda pair: (pair[1].style == "good", pair[1].style == "warn", pair[1].word), reverse=view.is_reversed)
     value = _VALUES[view.sort]
-    return sorted(by_name, key=lambda pair: value(pair[0]), reverse=not view.is_reversed)
+    return sorted(by_name, key=lambda pair: value(pair[0], now_ns), reverse=not view.is_reversed)
 
 
 def _name_cells(width: int) -> tuple[int, int]:
@@ -178,10 +184,10 @@ def _heading(view: View, width: int) -> Line:
     return Line((((text + f"  {title('state', 'state')}"), "bold"),))
 
 
-def _row_line(row: RankRow, state: State, width: int) -> Line:
+def _row_line(row: RankRow, state: State, now_ns: int, width: int) -> Line:
     pool, model = _name_cells(width)
     words = fit(row.instance, pool - 1) + " " + (fit(row.name, model - 1) + " " if model else "")
-    numbers = "".join(f"{short_size(column.value(row)):>{_NUMBER_CELLS}}" for column in COLUMNS)
+    numbers = "".join(f"{short_size(column.value(row, now_ns)):>{_NUMBER_CELLS}}" for column in COLUMNS)
     style = "" if row.alive else "dim"
     return Line(((f"{words}{row.rank:>{_RANK_CELLS}}{numbers}", style), (f"  {state.word}", state.style)), row.key)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvcached.card.budget import over_bytes, short_bytes
 from kvcached.card.locks import slot_byte
-from kvcached.card.record import EMPTY, VERSION, Kind, Record, decode_slot, text_of
+from kvcached.card.record import EMPTY, VERSION, Kind, Record, decode_slot, text_of, without_memory
 from kvcached.card.segment import SUFFIX, Damaged, Segment, open_existing
 
 if TYPE_CHECKING:
@@ -165,6 +165,8 @@ class _Group:
     row: RankRow | None = None
 
     def current(self) -> RankRow:
+        if not self.first.alive:
+            return RankRow(self.key, self.name, False, without_memory(self.first.record))
         other_bytes = sum(slot.record.lease_bytes for slot in self.others)
         row = self.row
         if row is None or row.record is not self.first.record or row.other_bytes != other_bytes:

@@ -10,7 +10,8 @@ from textual.containers import Vertical, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
-from kvcached.cli.top.actions import LIMIT, Order, parse_order
+from kvcached.cli.answers import LIMIT
+from kvcached.cli.top.actions import Order, parse_order
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
