@@ -73,6 +73,7 @@ class Pool:
         self._press = press
         self._step_bytes = geometry.release_step_bytes
         self._ledger = Ledger(geometry, limit_pages=self._pages_within(limits.limit_bytes))
+        self.available, self.missing, self.reachable = self._ledger.available, self._ledger.missing, self._ledger.reachable
         self._work = PageWork(
             self._ledger, port, self.lock, large_run_pages=self.options.large_run_pages, stranded_fraction=self.options.stranded_fraction
         )
@@ -94,18 +95,6 @@ class Pool:
             self._ledger.settle_grow(plan, mapped=True)
 
     # ------------------------------------------------------------------ blocks
-
-    def available(self) -> int:
-        """Free blocks on mapped pages, less what lies above the limit: a take of this many is warm."""
-        return self._ledger.available()
-
-    def missing(self, blocks: int) -> int:
-        """What a take of so many lacks to be warm."""
-        return self._ledger.missing(blocks)
-
-    def reachable(self) -> int:
-        """Blocks that a take certainly gets: available, or cached."""
-        return self._ledger.reachable()
 
     def obtainable(self) -> int:
         """Blocks that a take could get at best: free, cached, and on pages that the limit still allows. Pages on their way in or out are
