@@ -261,10 +261,10 @@ class TestRoom:
         assert state(fleet) is State.DRAINING
 
     def test_who_waits_for_a_leaving_model_is_not_overtaken(self) -> None:
-        specs = [replace(A, card="c", cost_bytes=100), Spec("b", card="c", cost_bytes=100), Spec("c", card="c", cost_bytes=10)]
-        fleet = ready(Fleet(specs, 0.0, {"c": 105}), "a")
+        specs = [replace(A, card="c", cost_bytes=100), Spec("b", card="c", cost_bytes=105), Spec("c", card="c", cost_bytes=10)]
+        fleet = ready(Fleet(specs, 0.0, {"c": 110}), "a")
         fleet.asked("b", 1.0)
-        fleet.asked("c", 2.0)
+        assert fleet.asked("c", 2.0)[1] == []
         effects = fleet.done("a", fleet.models["a"].attempt, 3.0)
         assert [effect.name for effect in effects if isinstance(effect, Start)] == ["b"]
 

@@ -276,8 +276,6 @@ class Fleet:
             times.append(max(model.active_s + model.spec.ttl_s, model.retry_at_s))
         if model.retry_at_s > now_s:
             times.append(model.retry_at_s)
-        if model.state is State.FAILED:
-            times.append(model.retry_at_s)
         if model.state is State.READY and model.since_s + self._hold_s > now_s:
             times.append(model.since_s + self._hold_s)
         return times

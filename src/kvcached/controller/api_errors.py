@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors as clients of the OpenAI API expect them."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Final
+
+from kvcached.controller.states import Refuse, Why
+
+_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+class ApiError(Exception):
+    """What a client is told. `retry_after_s`: None when it makes no sense to ask again."""
+
+    def __init__(self, status: int, message: str, code: str, retry_after_s: float | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.retry_after_s = retry_after_s
+        self.param = param
+
+    def body(self) -> bytes:
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return json.dumps({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}).encode()
+
+    def headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return headers
+
+
+def refused(refusal: Refuse) -> ApiError:
+    """429 where the client asked too much, 404 where the model is no more, else 503."""
+    status = {Why.QUEUE_FULL: 429, Why.GONE: 404}.get(refusal.why, 503)
+    return ApiError(status, refusal.reason, refusal.why.value, None if status == 404 else refusal.retry_after_s)
+
+
+def no_such_model(name: str) -> ApiError:
+    return ApiError(404, f"The model {name!r} does not exist; GET /v1/models lists those that do.", "model_not_found", param="model")

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the owner asks of a model's servers, and the remote ones."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import aiohttp
+
+from kvcached.errors import KVCachedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvcached.controller.controls import EngineControls
+
+PROBE_TIMEOUT_S = 5.0
+
+
+class BackendFailed(KVCachedError):
+    """A server did not do what was asked. `no_memory`: it is as it was before, and may do it later."""
+
+    def __init__(self, reason: str, no_memory: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.no_memory = no_memory
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One server. `open`: requests that it works on for us."""
+
+    address: str
+    up: bool = True
+    open: set[object] = field(default_factory=set)
+
+
+class Backend(Protocol):
+    """The servers of one model. Every call has an end, and raises `BackendFailed`; one call at a time.
+
+    After `start` or `wake` failed (but for `no_memory`) nothing of the servers that it started is left.
+    """
+
+    @property
+    def replicas(self) -> Sequence[Replica]: ...
+
+    async def start(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    async def sleep(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def is_gone(self, replica: Replica) -> bool:
+        """After a request failed there: whether the server is no more. False too when it cannot be known."""
+        ...
+
+
+def least_loaded(replicas: Sequence[Replica]) -> Replica | None:
+    """None when no server is up."""
+    return min((replica for replica in replicas if replica.up), key=lambda replica: len(replica.open), default=None)
+
+
+class RemoteBackend:
+    """Servers that somebody else runs: they are looked at, and put to sleep if the file says so, but never started or ended."""
+
+    def __init__(self, addresses: Sequence[str], session: aiohttp.ClientSession, controls: EngineControls | None, timeout_s: float) -> None:
+        self.replicas: list[Replica] = [Replica(address) for address in addresses]
+        self._session = session
+        self._controls = controls
+        self._timeout_s = timeout_s
+
+    async def start(self) -> None:
+        """At least one answers."""
+        for replica, up in zip(self.replicas, await asyncio.gather(*map(self._answers, self.replicas)), strict=True):
+            replica.up = up
+        if not any(replica.up for replica in self.replicas):
+            raise BackendFailed(f"nobody answers at {', '.join(replica.address for replica in self.replicas)}")
+
+    async def wake(self) -> None:
+        if self._controls is not None:
+            await asyncio.wait_for(self._each(self._controls.wake), self._timeout_s)
+
+    async def sleep(self) -> None:
+        if self._controls is not None:
+            await asyncio.wait_for(self._each(self._controls.sleep), self._timeout_s)
+
+    async def stop(self) -> None:
+        """They are not ours."""
+
+    async def is_gone(self, replica: Replica) -> bool:
+        replica.up = await self._answers(replica)
+        return not replica.up
+
+    async def _each(self, call: object) -> None:
+        assert callable(call)
+        for replica in self.replicas:
+            await call(replica.address)
+
+    async def _answers(self, replica: Replica) -> bool:
+        return await answers(self._session, replica.address)
+
+
+async def answers(session: aiohttp.ClientSession, address: str, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
+    """Whether a server is there that is ready. One without `/health` counts as ready when it says so with any status below 500."""
+    try:
+        async with session.get(f"{address}/health", timeout=aiohttp.ClientTimeout(total=timeout_s), allow_redirects=False) as response:
+            return response.status < 500
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+        return False

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OpenAI-compatible address of all models: which model a request is for, and who may ask."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from aiohttp import web
+
+from kvcached.controller.api_errors import ApiError, no_such_model
+from kvcached.controller.manage import Management
+from kvcached.controller.proxy import Call, ClientGone, Proxy
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    import aiohttp
+
+    from kvcached.controller.access import Access
+    from kvcached.controller.config import ServeConfig
+    from kvcached.controller.owner import Owner
+
+_log = logging.getLogger("kvcached.controller")
+MAX_BODY_BYTES: Final = 256 * 1024 * 1024
+_FURTHER_PATHS: Final = ("/tokenize", "/detokenize", "/rerank", "/v2/rerank", "/score", "/classify", "/pooling", "/generate")
+"""Beside `/v1/`. No others: the servers have paths that put them to sleep and change their weights, and those are the owner's."""
+_FORM_MODEL: Final = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,200})\r\n')
+
+
+class Gateway:
+    """The application. `created_s`: what `/v1/models` says, in seconds since 1970."""
+
+    def __init__(self, config: ServeConfig, access: Access, owner: Owner, session: aiohttp.ClientSession) -> None:
+        self._config = config
+        self._access = access
+        self._owner = owner
+        self._proxy = Proxy(owner, session)
+        self._names = config.names()
+        self._created_s = int(time.time())
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._shape_errors])
+        app.add_routes(Management(self._config, self._owner, self._everything).routes())
+        app.add_routes(
+            [
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{name:.+}", self._model),
+                web.route("*", "/upstream/{name}/{path:.*}", self._to_named),
+                web.post("/v1/{path:.+}", self._to_model),
+                *(web.post(path, self._to_model) for path in _FURTHER_PATHS),
+            ]
+        )
+        return app
+
+    def runner(self) -> web.AppRunner:
+        """A client that leaves cancels its handler, and so the request to the model's server."""
+        return web.AppRunner(self.app(), handler_cancellation=True, access_log=None)
+
+    # ------------------------------------------------------------------ errors
+
+    @web.middleware
+    async def _shape_errors(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            return _answer(error)
+        except ClientGone:
+            return web.Response(status=499)
+        except web.HTTPException as error:
+            return _answer(ApiError(error.status, error.text or error.reason, error.reason.lower().replace(" ", "_")))
+
+    # ------------------------------------------------------------------ models
+
+    async def _models(self, request: web.Request) -> web.Response:
+        opened = self._access.models_of(request.headers)
+        names = [word for word, name in self._names.items() if opened is None or name in opened]
+        return web.json_response({"object": "list", "data": [self._card_of(word) for word in names]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        word = request.match_info["name"]
+        self._resolve(word, request)
+        return web.json_response(self._card_of(word))
+
+    def _card_of(self, word: str) -> dict[str, Any]:
+        name = self._names[word]
+        state = self._owner.fleet.models[name].state.value
+        return {"id": word, "object": "model", "created": self._created_s, "owned_by": "kvcached", "root": name, "state": state}
+
+    def _everything(self, request: web.Request) -> None:
+        """Raises `ApiError` unless the key opens all models."""
+        if self._access.models_of(request.headers) is not None:
+            raise ApiError(403, "This API key opens models only.", "not_allowed")
+
+    def _resolve(self, word: str, request: web.Request) -> str:
+        """The model that a name or alias stands for. Raises `ApiError` 401, 403 or 404."""
+        opened = self._access.models_of(request.headers)
+        name = self._names.get(word)
+        if name is None or name not in self._owner.fleet.models:
+            raise no_such_model(word)
+        if opened is not None and name not in opened:
+            raise ApiError(403, f"This API key does not open the model {word!r}.", "not_allowed", param="model")
+        return name
+
+    # ------------------------------------------------------------------ requests
+
+    async def _to_named(self, request: web.Request) -> web.StreamResponse:
+        """`/upstream/NAME/PATH`: PATH of that model's server, with any method. It can do whatever the server can."""
+        self._everything(request)
+        word = request.match_info["name"]
+        name = self._resolve(word, request)
+        path = "/" + "".join(request.raw_path.split("/", 3)[3:])
+        return await self._relay(request, name, path, await request.read())
+
+    async def _to_model(self, request: web.Request) -> web.StreamResponse:
+        if ".." in request.path.split("/"):
+            raise ApiError(400, "The path climbs.", "invalid_path")
+        self._access.models_of(request.headers)  # who has no key is told so before the body is read
+        body = await request.read()
+        word, given = self._named_model(request, body)
+        name = self._resolve(word, request)
+        upstream = self._config.models[name].upstream_name(name)
+        if given is not None and given.get("model", upstream) != upstream:
+            body = json.dumps({**given, "model": upstream}, ensure_ascii=False).encode()
+        return await self._relay(request, name, request.raw_path, body)
+
+    async def _relay(self, request: web.Request, name: str, path: str, body: bytes) -> web.StreamResponse:
+        credentials = self._access.upstream_headers(name, request.headers)
+        return await self._proxy.relay(request, Call(name, request.method, path, body, credentials))
+
+    def _named_model(self, request: web.Request, body: bytes) -> tuple[str, dict[str, Any] | None]:
+        """The name that a body has, and the body if it is JSON. With one model only, none is needed. Raises `ApiError` 400."""
+        if request.content_type.startswith("multipart/"):
+            match = _FORM_MODEL.search(body)
+            return (match[1].decode(errors="replace") if match else self._only_model()), None
+        given = _json_object(body)
+        word = given["model"] if "model" in given else self._only_model()
+        if not isinstance(word, str):
+            raise ApiError(400, "`model` is not text.", "invalid_model", param="model")
+        return word, given
+
+    def _only_model(self) -> str:
+        if len(self._config.models) > 1:
+            raise ApiError(400, "You must provide a model.", "model_missing", param="model")
+        return next(iter(self._config.models))
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    try:
+        given = json.loads(body) if body else {}
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"The body is no JSON: {error}", "invalid_json") from None
+    if not isinstance(given, dict):
+        raise ApiError(400, "The body is no JSON object.", "invalid_json")
+    return given
+
+
+def _answer(error: ApiError) -> web.Response:
+    return web.Response(status=error.status, body=error.body(), headers=error.headers())

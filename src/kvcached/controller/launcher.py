@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The servers of one model that we run ourselves: started, put to sleep, woken, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+from kvcached.controller.backends import BackendFailed, Replica, answers
+from kvcached.controller.engine_command import command_of, environment_of
+from kvcached.controller.process import EngineProcess, free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    import aiohttp
+
+    from kvcached.controller.config import Model
+    from kvcached.controller.controls import EngineControls, KvMemory
+
+_log = logging.getLogger("kvcached.controller")
+POLL_S: Final = 0.2
+
+
+class EngineBackend:
+    """`controls`: for sleep that the engine does itself; `kv_memory`: by replica, for sleep that only gives the KV cache back.
+
+    `on_ended(reason)`: told when the last of its servers ended by itself. One that ended while others run stays down until the
+    model is started again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        environ: Mapping[str, str],
+        log_dir: Path,
+        session: aiohttp.ClientSession,
+        controls: EngineControls | None,
+        kv_memory: list[KvMemory],
+    ) -> None:
+        self._name = name
+        self._model = model
+        self._environ = environ
+        self._log_dir = log_dir
+        self._session = session
+        self._controls = controls
+        self._kv_memory = kv_memory
+        self._processes: dict[str, EngineProcess] = {}
+        self._replicas: list[Replica] = []
+        self.on_ended: Callable[[str], None] = lambda reason: None
+
+    @property
+    def replicas(self) -> list[Replica]:
+        return self._replicas
+
+    def processes(self) -> list[EngineProcess]:
+        return list(self._processes.values())
+
+    # ------------------------------------------------------------------ start and end
+
+    async def start(self) -> None:
+        await self.stop()
+        try:
+            await asyncio.wait_for(self._start(), self._model.start_timeout_s)
+        except asyncio.TimeoutError:
+            await self.stop()
+            raise BackendFailed(f"was not ready within {self._model.start_timeout_s:g} s") from None
+        except (BackendFailed, OSError):
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        for number in range(self._model.replicas):
+            await self._launch(number)
+        await asyncio.gather(*(self._until_ready(replica) for replica in self._replicas))
+
+    async def _launch(self, number: int) -> None:
+        port = free_port()
+        replica = Replica(f"http://127.0.0.1:{port}")
+        title = self._name if self._model.replicas == 1 else f"{self._name}/{number}"
+        command = command_of(self._name, self._model, port)
+        environment = environment_of(self._name, self._model, number, self._environ)
+        log = self._log_dir / f"{title.replace('/', '-')}.log"
+        process = await EngineProcess.launch(title, command, environment, log, lambda code: self._ended(replica, code))
+        self._processes[replica.address] = process
+        self._replicas.append(replica)
+
+    async def _until_ready(self, replica: Replica) -> None:
+        process = self._processes[replica.address]
+        while not await answers(self._session, replica.address):
+            if not process.running:
+                raise BackendFailed(f"{process.title} ended before it was ready: {' / '.join(list(process.tail)[-3:])}")
+            await asyncio.sleep(POLL_S)
+
+    def _ended(self, replica: Replica, code: int) -> None:
+        replica.up = False
+        process = self._processes.get(replica.address)
+        _log.warning("%s ended with code %d", process.title if process is not None else self._name, code)
+        if not any(other.up for other in self._replicas):
+            self.on_ended(f"its server ended with code {code}")
+
+    async def stop(self) -> None:
+        processes, self._processes, self._replicas = self._processes, {}, []
+        await asyncio.gather(*(process.stop() for process in processes.values()))
+
+    async def is_gone(self, replica: Replica) -> bool:
+        """The end of a process is told a moment after its connections broke."""
+        await asyncio.sleep(POLL_S)
+        process = self._processes.get(replica.address)
+        return process is None or not process.running
+
+    # ------------------------------------------------------------------ sleep
+
+    async def sleep(self) -> None:
+        await asyncio.wait_for(self._sleep(), self._model.start_timeout_s)
+
+    async def _sleep(self) -> None:
+        for memory in self._kv_memory:
+            await memory.give_back()
+        if self._controls is not None:
+            await asyncio.gather(*(self._controls.sleep(replica.address) for replica in self._replicas if replica.up))
+
+    async def wake(self) -> None:
+        try:
+            await asyncio.wait_for(self._wake(), self._model.start_timeout_s)
+        except (BackendFailed, asyncio.TimeoutError) as error:
+            if isinstance(error, BackendFailed) and error.no_memory and await self._asleep_again():
+                raise
+            await self.stop()
+            raise BackendFailed(str(error) or "did not wake up in time") from error
+
+    async def _wake(self) -> None:
+        if self._controls is not None:
+            await asyncio.gather(*(self._controls.wake(replica.address) for replica in self._replicas if replica.up))
+
+    async def _asleep_again(self) -> bool:
+        """A wake-up that found too little memory may have taken a part of it."""
+        try:
+            await self._sleep()
+        except BackendFailed as error:
+            _log.warning("%s: neither awake nor asleep: %s", self._name, error)
+            return False
+        return True

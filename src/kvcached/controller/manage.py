@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What operators ask of the gateway: health, traffic, who sleeps, who could, and actions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from kvcached.controller.api_errors import ApiError, no_such_model
+from kvcached.controller.placement import Room
+from kvcached.controller.states import AT_REST, Model, State
+from kvcached.controller.traffic import idle_models
+from kvcached.errors import Misuse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvcached.controller.config import ServeConfig
+    from kvcached.controller.owner import Owner
+
+
+class Management:
+    """`allow` raises `ApiError` for who may not ask; `/health` is open to all, as load balancers need it."""
+
+    def __init__(self, config: ServeConfig, owner: Owner, allow: Callable[[web.Request], None]) -> None:
+        self._config = config
+        self._owner = owner
+        self._allow = allow
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/health", self._health),
+            web.get("/health/{model:.+}", self._health_of),
+            web.get("/traffic", self._traffic),
+            web.get("/models/idle", self._idle),
+            web.get("/sleep/status", self._sleep_status),
+            web.get("/sleep/candidates", self._candidates),
+            web.post("/action/sleep/{model:.+}", self._sleep),
+            web.post("/action/wakeup/{model:.+}", self._wake),
+        ]
+
+    async def _health(self, request: web.Request) -> web.Response:
+        """200 while the gateway serves, whatever its models do."""
+        return web.json_response({"status": "ok", "models": {name: model.state.value for name, model in self._models().items()}})
+
+    async def _health_of(self, request: web.Request) -> web.Response:
+        """503 for a model that failed; one that sleeps is well, since a request wakes it."""
+        model = self._model(request)
+        return web.json_response(self._facts(model), status=503 if model.state is State.FAILED else 200)
+
+    async def _traffic(self, request: web.Request) -> web.Response:
+        self._allow(request)
+        now_s = self._owner.now_s
+        facts = {name: {**self._owner.traffic[name].to_json(now_s), **_load(model)} for name, model in self._models().items()}
+        return web.json_response({"models": facts})
+
+    async def _idle(self, request: web.Request) -> web.Response:
+        """`?idle_s=60`: those that were idle for so long."""
+        self._allow(request)
+        traffic = ((name, self._owner.traffic[name]) for name in self._models())
+        idle = idle_models(traffic, _seconds(request, "idle_s", 0.0), self._owner.now_s)
+        return web.json_response({"models": [{"model": name, "idle_s": round(idle_s, 3)} for name, idle_s in idle]})
+
+    async def _sleep_status(self, request: web.Request) -> web.Response:
+        self._allow(request)
+        return web.json_response({"models": {name: self._facts(model) for name, model in self._models().items()}})
+
+    async def _candidates(self, request: web.Request) -> web.Response:
+        """Ready models that could leave now, the one that is cheapest to bring back first."""
+        self._allow(request)
+        room = Room(list(self._models().values()), {}, self._owner.now_s)
+        ready = [model for model in self._models().values() if model.state is State.READY and model.sleeps_by_itself and not model.busy]
+        return web.json_response({"models": [self._facts(model) for model in sorted(ready, key=room.price)]})
+
+    async def _sleep(self, request: web.Request) -> web.Response:
+        """`?mode=wait|abort`: open requests end first, or are ended. `?wait_s=30`: answer when it sleeps (202: not yet)."""
+        self._allow(request)
+        model = self._model(request)
+        mode = request.query.get("mode", self._config.models[model.name].sleep_mode)
+        if mode not in ("wait", "abort"):
+            raise ApiError(400, "`mode` is wait or abort.", "invalid_mode", param="mode")
+        return await self._act(request, model, lambda: self._owner.sleep(model.name, hurry=mode == "abort"), AT_REST)
+
+    async def _wake(self, request: web.Request) -> web.Response:
+        """`?wait_s=30`: answer when it is ready (202: not yet)."""
+        self._allow(request)
+        model = self._model(request)
+        return await self._act(request, model, lambda: self._owner.wake(model.name), frozenset({State.READY}))
+
+    async def _act(self, request: web.Request, model: Model, action: Callable[[], None], wanted: frozenset[State]) -> web.Response:
+        wait_s = _seconds(request, "wait_s", 0.0)
+        try:
+            action()
+        except Misuse as error:
+            raise ApiError(409, str(error), "not_possible") from None
+        reached = await self._owner.settled(model.name, wanted, wait_s)
+        return web.json_response(self._facts(model), status=200 if reached else 202)
+
+    def _models(self) -> dict[str, Model]:
+        return self._owner.fleet.models
+
+    def _model(self, request: web.Request) -> Model:
+        word = request.match_info["model"]
+        name = self._config.names().get(word, word)
+        if name not in self._models():
+            raise no_such_model(word)
+        return self._models()[name]
+
+    def _facts(self, model: Model) -> dict[str, Any]:
+        now_s = self._owner.now_s
+        return {
+            "model": model.name,
+            "state": model.state.value,
+            "for_s": round(now_s - model.since_s, 3),
+            "idle_s": round(self._owner.traffic[model.name].idle_s(now_s), 3),
+            "reason": model.reason,
+            "failures": model.failures,
+            "bring_back_s": round(model.bring_back_s, 3),
+            **_load(model),
+        }
+
+
+def _load(model: Model) -> dict[str, int]:
+    return {"open": len(model.open), "waiting": len(model.waiting)}
+
+
+def _seconds(request: web.Request, name: str, default: float) -> float:
+    text = request.query.get(name, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 86_400:
+        raise ApiError(400, f"`{name}` is a number of seconds, 0 to 86400.", "invalid_seconds", param=name)
+    return value

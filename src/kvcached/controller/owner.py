@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one owner of all models in a running gateway: it tells the fleet what happens and carries out what follows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Final
+
+from kvcached.controller.api_errors import ApiError, refused
+from kvcached.controller.backends import Backend, BackendFailed
+from kvcached.controller.fleet import Fleet
+from kvcached.controller.states import Admit, Effect, Hurry, Refuse, Removed, Sleep, Spec, Start, State, Wake
+from kvcached.controller.traffic import Traffic
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine, Mapping
+
+_log = logging.getLogger("kvcached.controller")
+_POLL_S: Final = 0.05
+
+
+class Owner:
+    """All calls come from one event loop. Use it as an asynchronous context manager: leaving it ends what it started.
+
+    `backends`: by name, one for each of `specs`. `grace_s`: how long open streams may take at the end.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, Spec],
+        backends: Mapping[str, Backend],
+        card_bytes: Mapping[str, int] | None = None,
+        hold_s: float = 5.0,
+        grace_s: float = 30.0,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.fleet = Fleet(specs.values(), self.now_s, card_bytes, hold_s)
+        self.backends = dict(backends)
+        self.traffic = {name: Traffic(self.now_s) for name in specs}
+        self._grace_s = grace_s
+        self._tickets: dict[int, asyncio.Future[None]] = {}
+        self._holders: dict[int, asyncio.Task[object]] = {}
+        self._hurried: set[int] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def now_s(self) -> float:
+        return self._loop.time()
+
+    async def __aenter__(self) -> Owner:
+        self.perform(self.fleet.begin(self.now_s))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Nothing more is let in; open streams end within `grace_s`, and are ended after it."""
+        self.perform(self.fleet.close(self.now_s))
+        if not await self._emptied(self._grace_s):
+            for name in list(self.fleet.models):
+                self._hurry(name)
+            if not await self._emptied(self._grace_s):
+                _log.error("did not end in time: %s", ", ".join(self.fleet.models))
+                await asyncio.gather(*(self.backends[name].stop() for name in self.fleet.models), return_exceptions=True)
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _emptied(self, timeout_s: float) -> bool:
+        deadline_s = self.now_s + timeout_s
+        while self.fleet.models and self.now_s < deadline_s:
+            await asyncio.sleep(_POLL_S)
+        return not self.fleet.models
+
+    # ------------------------------------------------------------------ requests
+
+    @contextlib.asynccontextmanager
+    async def lease(self, name: str) -> AsyncIterator[None]:
+        """The model is ready, and stays so, within. Raises `ApiError` when it is not, or when the request is ended by an action."""
+        ticket, effects = self.fleet.asked(name, self.now_s)
+        admitted = self._tickets[ticket] = self._loop.create_future()
+        task = asyncio.current_task()
+        assert task is not None
+        self._holders[ticket] = task
+        try:
+            self.perform(effects)
+            await admitted
+            yield
+        except asyncio.CancelledError:
+            if ticket not in self._hurried:
+                raise
+            _uncancel(task)
+            raise ApiError(503, f"{name} was put to sleep by an action", "model_put_to_sleep", 1.0) from None
+        finally:
+            for place in (self._tickets, self._holders):
+                place.pop(ticket, None)
+            self._hurried.discard(ticket)
+            self.perform(self.fleet.left(ticket, self.now_s))
+
+    # ------------------------------------------------------------------ effects
+
+    def perform(self, effects: list[Effect]) -> None:
+        """Carry out, in order; then set the clock."""
+        for effect in effects:
+            self._perform(effect)
+        if self._timer is not None:
+            self._timer.cancel()
+        due_s = self.fleet.next_tick_s(self.now_s)
+        self._timer = None if due_s is None else self._loop.call_at(due_s, self._tick)
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Admit(ticket):
+                self._settle(ticket, None)
+            case Refuse(ticket):
+                self._settle(ticket, refused(effect))
+            case Start(name, attempt):
+                self._launch(name, attempt, "start", self.backends[name].start())
+            case Wake(name, attempt):
+                self._launch(name, attempt, "wake up", self.backends[name].wake())
+            case Sleep(name, attempt, stop):
+                backend = self.backends[name]
+                self._launch(name, attempt, "end" if stop else "sleep", backend.stop() if stop else backend.sleep())
+            case Hurry(name):
+                self._hurry(name)
+            case Removed(name):
+                _log.info("%s: removed", name)
+
+    def _settle(self, ticket: int, error: ApiError | None) -> None:
+        future = self._tickets.get(ticket)
+        if future is None or future.done():
+            return
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+    def _hurry(self, name: str) -> None:
+        for ticket in self.fleet.models[name].open:
+            if ticket in self._holders and ticket not in self._hurried:
+                self._hurried.add(ticket)
+                self._holders[ticket].cancel()
+
+    def _launch(self, name: str, attempt: int, what: str, work: Coroutine[object, object, None]) -> None:
+        _log.info("%s: %s (attempt %d)", name, what, attempt)
+        task = self._loop.create_task(self._operate(name, attempt, what, work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _operate(self, name: str, attempt: int, what: str, work: Coroutine[object, object, None]) -> None:
+        start_s = self.now_s
+        try:
+            await work
+        except (BackendFailed, OSError, asyncio.TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+            _log.warning("%s: could not %s: %s", name, what, reason)
+            no_memory = isinstance(error, BackendFailed) and error.no_memory
+            self.perform(self.fleet.failed(name, attempt, reason, self.now_s, no_memory))
+        else:
+            _log.info("%s: %s took %.2f s", name, what, self.now_s - start_s)
+            self.perform(self.fleet.done(name, attempt, self.now_s))
+
+    def _tick(self) -> None:
+        self.perform(self.fleet.tick(self.now_s))
+
+    # ------------------------------------------------------------------ what others see
+
+    def ended(self, name: str, reason: str) -> None:
+        """The servers of a model ended by themselves, or nobody answers there any more."""
+        _log.warning("%s: %s", name, reason)
+        self.perform(self.fleet.ended(name, reason, self.now_s))
+
+    def sleep(self, name: str, hurry: bool) -> None:
+        self.perform(self.fleet.wish_sleep(name, self.now_s, hurry))
+
+    def wake(self, name: str) -> None:
+        self.perform(self.fleet.wish_wake(name, self.now_s))
+
+    async def settled(self, name: str, state: frozenset[State], timeout_s: float) -> bool:
+        """Wait until the model is in one of these states. False when it is not in time."""
+        deadline_s = self.now_s + timeout_s
+        while self.fleet.models[name].state not in state:
+            if self.now_s >= deadline_s:
+                return False
+            await asyncio.sleep(_POLL_S)
+        return True
+
+
+def _uncancel(task: asyncio.Task[object]) -> None:
+    """Python 3.11 counts cancellations; the one that was ours is over."""
+    if hasattr(task, "uncancel"):
+        task.uncancel()

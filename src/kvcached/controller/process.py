@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine's server as a child process: its log, its end, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import signal
+import socket
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+_log = logging.getLogger("kvcached.engine")
+PORTS: Final = (15_000, 32_000)
+TERM_GRACE_S: Final = 20.0
+KILL_GRACE_S: Final = 10.0
+_LOG_BYTES: Final = 16 * 1024 * 1024
+_TAIL_LINES: Final = 20
+_LONGEST_LINE_BYTES: Final = 16_384
+
+
+class EngineProcess:
+    """Leads a process group of its own, so that all it starts ends with it. `on_end`: told once, when it ends without `stop`."""
+
+    def __init__(self, title: str, log: Path, process: asyncio.subprocess.Process, on_end: Callable[[int], None]) -> None:
+        self.title = title
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._path = log
+        self._process = process
+        self._on_end = on_end
+        self._stopping = False
+        self._watch = asyncio.get_running_loop().create_task(self._follow())
+
+    @classmethod
+    async def launch(
+        cls, title: str, command: Sequence[str], environment: Mapping[str, str], log: Path, on_end: Callable[[int], None]
+    ) -> EngineProcess:
+        """Raises `OSError` when the command cannot be run or the log not be written."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if log.exists() and log.stat().st_size > _LOG_BYTES:
+            log.replace(log.with_suffix(".log.1"))
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            env=dict(environment),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        return cls(title, log, process, on_end)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.returncode is None
+
+    async def stop(self) -> None:
+        """SIGTERM, then SIGKILL to the whole group. Nothing of it is left after it."""
+        self._stopping = True
+        if self.running:
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._process.wait(), TERM_GRACE_S)
+        self._signal(signal.SIGKILL)
+        await self._process.wait()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._watch), KILL_GRACE_S)
+        self._watch.cancel()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    async def _follow(self) -> None:
+        """Keep the log until the output ends, which is when the last process of the group has gone, or the first one has."""
+        output = self._process.stdout
+        assert output is not None
+        copying = asyncio.get_running_loop().create_task(self._copy(output))
+        code = await self._process.wait()
+        if not self._stopping:
+            self._signal(signal.SIGKILL)  # what it started would keep memory that nobody counts
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(copying, KILL_GRACE_S)
+        if not self._stopping:
+            self._on_end(code)
+
+    async def _copy(self, output: asyncio.StreamReader) -> None:
+        rest = b""
+        with self._path.open("ab") as log:
+            while chunk := await output.read(65_536):
+                log.write(chunk)
+                log.flush()
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    self._say(line)
+                rest = rest[-_LONGEST_LINE_BYTES:]
+        if rest:
+            self._say(rest)
+
+    def _say(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip()
+        if text:
+            self.tail.append(text)
+            _log.info("%s | %s", self.title, text)
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on just now; below those that the system gives to anybody."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            port = random.randrange(*PORTS)
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request to one server of a model and back, byte for byte; tried again only while the client has seen nothing of an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
+
+from kvcached.controller.api_errors import ApiError
+from kvcached.controller.backends import least_loaded
+from kvcached.controller.traffic import Finished
+from kvcached.controller.usage import Meter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvcached.controller.backends import Replica
+    from kvcached.controller.owner import Owner
+
+_log = logging.getLogger("kvcached.controller")
+TRIES: Final = 5
+FIRST_PAUSE_S: Final = 0.05
+_HOP_BY_HOP: Final = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "proxy-connection",
+    }
+)
+_NOT_FORWARDED: Final = _HOP_BY_HOP | {"host", "content-length", "content-encoding", "authorization", "x-api-key", "expect"}
+_LOST: Final = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A client's request, ready to be sent. `authorization`: headers that the model's server gets as credentials."""
+
+    model: str
+    method: str
+    path_and_query: str
+    body: bytes
+    authorization: Mapping[str, str]
+
+
+class ClientGone(Exception):
+    """The client hung up; there is nobody to tell anything."""
+
+
+class _NothingSent(Exception):
+    """The server was lost before the client saw anything of an answer."""
+
+
+class Proxy:
+    """`session` is used for all servers, and is the caller's to close."""
+
+    def __init__(self, owner: Owner, session: aiohttp.ClientSession) -> None:
+        self._owner = owner
+        self._session = session
+
+    async def relay(self, request: web.Request, call: Call) -> web.StreamResponse:
+        """The server's answer, whatever its status. Raises `ApiError` when there is none."""
+        trip = _Trip(self._owner, call)
+        try:
+            response = await self._try(request, call, trip)
+        except ApiError as error:
+            trip.end(ok=False, refused=error.status in (404, 429, 503) and trip.replica is None)
+            raise
+        except BaseException:  # the client went away, or a bug: counted, and passed on
+            trip.end(ok=False)
+            raise
+        trip.end(ok=response.status < 500 and trip.complete)
+        return response
+
+    async def _try(self, request: web.Request, call: Call, trip: _Trip) -> web.StreamResponse:
+        reason = ""
+        for tried in range(TRIES):
+            if tried:
+                await asyncio.sleep(FIRST_PAUSE_S * 2 ** (tried - 1))
+            async with self._owner.lease(call.model):
+                trip.replica = least_loaded(self._owner.backends[call.model].replicas)
+                if trip.replica is None:
+                    reason = "no server of it is up"
+                    continue
+                try:
+                    return await self._exchange(request, call, trip, trip.replica)
+                except _NothingSent as error:
+                    reason = str(error)
+                    await self._look_at(call.model, trip.replica, reason)
+        raise ApiError(502, f"{call.model}: {reason}", "upstream_lost", 1.0)
+
+    async def _look_at(self, name: str, replica: Replica, reason: str) -> None:
+        backend = self._owner.backends[name]
+        if await backend.is_gone(replica) and least_loaded(backend.replicas) is None:
+            self._owner.ended(name, reason)
+
+    async def _exchange(self, request: web.Request, call: Call, trip: _Trip, replica: Replica) -> web.StreamResponse:
+        token = object()
+        replica.open.add(token)
+        try:
+            async with self._send(request, call, replica) as upstream:
+                return await self._answer(request, upstream, trip)
+        except _LOST as error:
+            raise _NothingSent(f"{replica.address}: {error or type(error).__name__}") from error
+        finally:
+            replica.open.discard(token)
+
+    def _send(self, request: web.Request, call: Call, replica: Replica) -> aiohttp.client._RequestContextManager:
+        left_out = dropped(request)
+        headers = CIMultiDict((name, value) for name, value in request.headers.items() if name.lower() not in left_out)
+        headers.update(call.authorization)
+        url = URL(replica.address + call.path_and_query, encoded=True)
+        skipped = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+        return self._session.request(
+            call.method, url, headers=headers, data=call.body or None, allow_redirects=False, skip_auto_headers=skipped
+        )
+
+    async def _answer(self, request: web.Request, upstream: aiohttp.ClientResponse, trip: _Trip) -> web.StreamResponse:
+        """Nothing goes to the client before the first bytes of the body are there: until then another server can answer."""
+        chunk = await upstream.content.readany()
+        response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=answer_headers(upstream))
+        trip.first_byte()
+        try:
+            await response.prepare(request)
+            while chunk:
+                trip.meter.feed(chunk)
+                await response.write(chunk)
+                chunk = await self._next(upstream, response, request, trip)
+            await response.write_eof()
+        except ConnectionError as error:  # of the client: aiohttp says so from write()
+            raise ClientGone from error
+        trip.complete = not trip.broke
+        return response
+
+    async def _next(self, upstream: aiohttp.ClientResponse, response: web.StreamResponse, request: web.Request, trip: _Trip) -> bytes:
+        try:
+            return await upstream.content.readany()
+        except _LOST as error:
+            trip.broke = True
+            _log.warning("%s was lost in the middle of an answer: %s", upstream.url.origin(), error or type(error).__name__)
+            await _tell_that_it_broke(upstream, response, request)
+            return b""
+
+
+def dropped(request: web.Request) -> frozenset[str]:
+    """Names of headers that end here: those of the connection, and what the connection says to be its own."""
+    named = request.headers.get("Connection", "")
+    return _NOT_FORWARDED | {name.strip().lower() for name in named.split(",")}
+
+
+def answer_headers(upstream: aiohttp.ClientResponse) -> CIMultiDict[str]:
+    return CIMultiDict((name, value) for name, value in upstream.headers.items() if name.lower() not in _HOP_BY_HOP)
+
+
+async def _tell_that_it_broke(upstream: aiohttp.ClientResponse, response: web.StreamResponse, request: web.Request) -> None:
+    """An event stream ends with an error event; any other body is cut, so that nobody takes it for whole."""
+    if upstream.content_type == "text/event-stream":
+        error = ApiError(502, "the model's server was lost in the middle of the answer", "upstream_lost")
+        await response.write(b"\n\ndata: " + error.body() + b"\n\n")
+    elif request.transport is not None:
+        request.transport.abort()
+
+
+class _Trip:
+    """What is measured of one request, and told to the traffic monitor once."""
+
+    def __init__(self, owner: Owner, call: Call) -> None:
+        self._owner = owner
+        self._traffic = owner.traffic[call.model]
+        self._start_s = owner.now_s
+        self._ttft_s: float | None = None
+        self.meter = Meter()
+        self.replica: Replica | None = None
+        self.complete = False
+        self.broke = False
+        self._traffic.asked(self._start_s, len(owner.fleet.models[call.model].waiting))
+
+    def first_byte(self) -> None:
+        self._ttft_s = self._owner.now_s - self._start_s
+
+    def end(self, ok: bool, refused: bool = False) -> None:
+        now_s = self._owner.now_s
+        if refused:
+            self._traffic.refused(now_s)
+            return
+        self._traffic.finished(Finished(ok, now_s - self._start_s, self._ttft_s, *self.meter.tokens()), now_s)
