@@ -60,6 +60,7 @@ __all__ = [
     "loads_plugin",
     "override",
     "package_version",
+    "process_environment",
 ]
 
 CONFIG_VARIABLE: Final = "KVCACHED_CONFIG"
@@ -349,6 +350,11 @@ def loads_plugin(name: str, variable: str = "VLLM_PLUGINS", environ: Mapping[str
     """Whether an engine would load the plugin `name`: `variable`, where it is set, lists all that it loads."""
     listed = (os.environ if environ is None else environ).get(variable)
     return listed is None or name in listed.split(",")
+
+
+def process_environment() -> dict[str, str]:
+    """What a process that we start inherits: a copy."""
+    return dict(os.environ)
 
 
 def package_version() -> str:

@@ -4,8 +4,10 @@
 Exit codes: 0 fine, 1 a problem was found, 2 usage or a bad setting.
 """
 
+import importlib
 import platform
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -14,6 +16,7 @@ from kvcached.cli.metrics.command import metrics
 from kvcached.cli.output import ExitCode, reporting, say, say_json, table
 from kvcached.cli.settings_view import show_settings
 from kvcached.config import load_settings, package_version
+from kvcached.errors import SettingError
 
 app = typer.Typer(
     help=__doc__,
@@ -57,6 +60,38 @@ def config(as_json: AsJson = False) -> None:
     """Show every setting, its value and where it came from."""
     with reporting(as_json):
         show_settings(load_settings(), as_json)
+
+
+@app.command()
+def serve(
+    file: Annotated[Path | None, typer.Argument(help="The models, such as models.yaml.", show_default=False)] = None,
+    check: Annotated[bool, typer.Option("--check", help="Only read the file, and name the key of a mistake.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what each card will hold.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Only print the JSON schema of the file.")] = False,
+) -> None:
+    """Serve many models at one OpenAI-compatible address."""
+    with reporting(as_json=False):
+        controller = _controller()
+        if schema:
+            controller.show_schema()
+        elif file is None:
+            raise SettingError("name the file with the models, such as models.yaml")
+        elif check:
+            controller.check(file)
+        elif dry_run:
+            controller.dry_run(file)
+        else:
+            controller.run(file)
+
+
+def _controller() -> Any:
+    """Loaded by name: nothing below it needs its packages."""
+    try:
+        return importlib.import_module("kvcached.controller.command")
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.startswith("kvcached"):
+            raise
+        raise SettingError(f"{error.name} is missing: pip install 'kvcached-elastic[controller]'") from None
 
 
 @app.command()

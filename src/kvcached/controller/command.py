@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvcached serve`: check the file, show the plan, or run the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from kvcached.cli.output import say, table
+from kvcached.config import configure_logging, load_settings, process_environment
+from kvcached.controller.access import Access
+from kvcached.controller.config import ServeConfig, json_schema, load_config
+from kvcached.controller.plan import CardPlan, Row, plan_of
+from kvcached.controller.serve import serve
+from kvcached.errors import SettingError
+from kvcached.units import format_size
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def show_schema() -> None:
+    """The JSON schema of the file."""
+    say(json_schema().rstrip())
+
+
+def check(path: Path) -> None:
+    """Read the file and its variables. Raises `SettingError` that names the key."""
+    config = load_config(path)
+    Access(config, process_environment())
+    _refuse_what_cannot_fit(config)
+    say(f"{path}: {len(config.models)} model{'' if len(config.models) == 1 else 's'}, no mistake")
+
+
+def dry_run(path: Path) -> None:
+    """The byte plan of each card. Raises `SettingError` for what cannot fit."""
+    config = load_config(path)
+    for plan in plan_of(config):
+        _show(plan)
+    for name, model in config.models.items():
+        if model.engine == "remote":
+            say(f"{name}: remote, at {', '.join(model.address)}")
+    _refuse_what_cannot_fit(config)
+
+
+def run(path: Path) -> None:
+    """Until a signal ends it. Raises `SettingError`, and `OSError` when the address is taken."""
+    config = load_config(path)
+    _refuse_what_cannot_fit(config)
+    configure_logging(load_settings())
+    asyncio.run(serve(config, process_environment(), lambda address: say(f"serving {', '.join(config.models)} at {address}/v1")))
+
+
+def _refuse_what_cannot_fit(config: ServeConfig) -> None:
+    problems = [problem for plan in plan_of(config) for problem in plan.problems()]
+    if problems:
+        raise SettingError("; ".join(problems))
+
+
+def _show(plan: CardPlan) -> None:
+    size = format_size(plan.size_bytes) if plan.size_bytes else "of a size that `cards` does not say"
+    say(f"{plan.card}: {size}")
+    if plan.rows:
+        say(table(("MODEL", "WEIGHTS", "FLOOR", "LIMIT", "SLEEPS"), [_cells(row) for row in plan.rows], left=1))
+    if plan.size_bytes:
+        left = plan.left_bytes
+        say(f"left with all awake: {format_size(left)}" if left >= 0 else f"all awake need {format_size(-left)} more: some will sleep")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    weights = format_size(row.weights_bytes) if row.weights_bytes else "not known"
+    limit = format_size(row.limit_bytes) if row.limit_bytes is not None else "the card"
+    return row.model, weights, format_size(row.floor_bytes), limit, "no" if row.stays else "yes"
