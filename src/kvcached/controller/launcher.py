@@ -92,7 +92,7 @@ class EngineBackend:
         process = self._processes[replica.address]
         while not await answers(self._session, replica.address):
             if not process.running:
-                raise BackendFailed(f"{process.title} ended before it was ready: {' / '.join(list(process.tail)[-3:])}")
+                raise BackendFailed(f"{process.title} ended before it was ready: {await process.last_words()}")
             await asyncio.sleep(POLL_S)
 
     def _ended(self, replica: Replica, code: int) -> None:

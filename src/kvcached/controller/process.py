@@ -11,7 +11,7 @@ import random
 import signal
 import socket
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,11 +29,14 @@ _LONGEST_LINE_BYTES: Final = 16_384
 class EngineProcess:
     """Leads a process group of its own, so that all it starts ends with it. `on_end`: told once, when it ends without `stop`."""
 
-    def __init__(self, title: str, log: Path, process: asyncio.subprocess.Process, on_end: Callable[[int], None]) -> None:
+    def __init__(
+        self, title: str, log: Path, process: asyncio.subprocess.Process, output: IO[bytes], on_end: Callable[[int], None]
+    ) -> None:
         self.title = title
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._path = log
         self._process = process
+        self._output = output
         self._on_end = on_end
         self._stopping = False
         self._watch = asyncio.get_running_loop().create_task(self._follow())
@@ -46,15 +49,24 @@ class EngineProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         if log.exists() and log.stat().st_size > _LOG_BYTES:
             log.replace(log.with_suffix(".log.1"))
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            env=dict(environment),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
-        return cls(title, log, process, on_end)
+        # A pipe of our own: asyncio's would have wait() wait until the last child of the process has closed its end, too.
+        reading, writing = os.pipe()
+        output = open(reading, "rb", buffering=0)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                env=dict(environment),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=writing,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError:
+            output.close()
+            raise
+        finally:
+            os.close(writing)
+        return cls(title, log, process, output, on_end)
 
     @property
     def pid(self) -> int:
@@ -63,6 +75,12 @@ class EngineProcess:
     @property
     def running(self) -> bool:
         return self._process.returncode is None
+
+    async def last_words(self) -> str:
+        """Of a process that has ended."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._watch), KILL_GRACE_S)
+        return " / ".join(list(self.tail)[-3:])
 
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL to the whole group. Nothing of it is left after it."""
@@ -82,17 +100,20 @@ class EngineProcess:
             os.killpg(self._process.pid, number)
 
     async def _follow(self) -> None:
-        """Keep the log until the output ends, which is when the last process of the group has gone, or the first one has."""
-        output = self._process.stdout
-        assert output is not None
-        copying = asyncio.get_running_loop().create_task(self._copy(output))
-        code = await self._process.wait()
-        if not self._stopping:
-            self._signal(signal.SIGKILL)  # what it started would keep memory that nobody counts
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(copying, KILL_GRACE_S)
-        if not self._stopping:
-            self._on_end(code)
+        """Keep the log, and tell the end of the first process, with which the others of its group end."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._output)
+        copying = loop.create_task(self._copy(reader))
+        try:
+            code = await self._process.wait()
+            if not self._stopping:
+                self._signal(signal.SIGKILL)  # what it started would keep memory that nobody counts
+                self._on_end(code)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(copying, KILL_GRACE_S)
+        finally:
+            transport.close()
 
     async def _copy(self, output: asyncio.StreamReader) -> None:
         rest = b""

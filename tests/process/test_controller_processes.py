@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvcached serve` as a process with servers as processes: started on request, killed, put to sleep, ended without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+HERE = Path(__file__).resolve().parent
+WAIT_S = 60.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Running:
+    """The gateway's process."""
+
+    def __init__(self, folder: Path, **keys: Any) -> None:
+        self.folder = folder
+        package = folder / "path" / "vllm" / "entrypoints" / "cli"
+        package.mkdir(parents=True)
+        for parent in (package, *list(package.parents)[:2]):
+            (parent / "__init__.py").touch()
+        shutil.copy(HERE / "standin_server.py", package / "main.py")
+        chat = {"engine": "vllm", "model": "none", "python": sys.executable, "sleep": "host", **keys}
+        chat["env"] = {"PYTHONPATH": str(folder / "path"), "STANDIN_FOLDER": str(folder)}
+        (folder / "models.yaml").write_text(
+            json.dumps({"listen": "127.0.0.1:0", "log_dir": str(folder / "logs"), "models": {"chat": chat}})
+        )
+        with (folder / "stderr").open("wb") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvcached.cli.main", "serve", str(folder / "models.yaml")],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+        assert self.process.stdout is not None
+        found = re.search(rb"http://\S+:\d+", self.process.stdout.readline())
+        assert found is not None, (folder / "stderr").read_text()
+        self.url = found[0].decode()
+
+    def call(self, path: str, body: dict[str, Any] | None = None, method: str = "POST") -> tuple[int, bytes]:
+        data = None if method == "GET" else json.dumps(body or {}).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=WAIT_S) as response:
+                return response.status, response.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    def ask(self, **keys: Any) -> tuple[int, bytes]:
+        return self.call("/v1/completions", {"model": "chat", **keys})
+
+    def engine_pid(self) -> int:
+        status, body = self.ask()
+        assert status == 200
+        return int(json.loads(body)["pid"])
+
+    def calls(self) -> list[str]:
+        return (self.folder / "calls").read_text().split()
+
+    def state(self) -> str:
+        return str(json.loads(self.call("/health/chat", method="GET")[1])["state"])
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(WAIT_S) == 0
+
+
+@contextlib.contextmanager
+def running(folder: Path, **keys: Any) -> Iterator[Running]:
+    it = Running(folder, **keys)
+    try:
+        yield it
+        it.stop()
+    finally:
+        it.process.kill()
+        it.process.wait()
+        assert it.process.stdout is not None
+        it.process.stdout.close()
+
+
+def in_background(work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    return thread, found
+
+
+def test_started_by_the_first_request_and_ended_with_all_its_children(tmp_path: Path) -> None:
+    with running(tmp_path) as it:
+        assert it.state() == "stopped"
+        pid = it.engine_pid()
+        child = int((tmp_path / "child").read_text())
+        assert alive(pid)
+        assert alive(child)
+        assert "ready as chat" in (tmp_path / "logs" / "chat.log").read_text()
+    assert "chat | ready as chat" in (tmp_path / "stderr").read_text()
+    assert not alive(pid)
+    assert not alive(child)
+
+
+def test_kill_9_loses_no_request_that_had_not_begun_to_stream(tmp_path: Path) -> None:
+    with running(tmp_path) as it:
+        pid = it.engine_pid()
+        (tmp_path / "hold").touch()
+        asking = [in_background(it.ask) for _ in range(5)]
+        until(lambda: it.calls().count("/v1/completions") == 6)
+        os.kill(pid, signal.SIGKILL)
+        (tmp_path / "hold").unlink()
+        for thread, found in asking:
+            thread.join(WAIT_S)
+            assert isinstance(found[0], tuple)
+            assert found[0][0] == 200
+            assert json.loads(found[0][1])["pid"] != pid
+        assert it.calls().count("start") == 2
+
+
+def test_an_open_stream_survives_an_orderly_end(tmp_path: Path) -> None:
+    with running(tmp_path) as it:
+        it.engine_pid()
+        thread, found = in_background(lambda: it.ask(stream=True, n=50))
+        until(lambda: it.calls().count("/v1/completions") == 2)
+        it.stop()
+        thread.join(WAIT_S)
+        assert found == [(200, b"".join(b"data: %d\n\n" % number for number in range(50)))]
+
+
+def test_asleep_by_its_ttl_and_awake_by_a_request(tmp_path: Path) -> None:
+    with running(tmp_path, ttl_s=0.1) as it:
+        pid = it.engine_pid()
+        until(lambda: it.state() == "asleep")
+        assert it.engine_pid() == pid
+        assert it.calls()[:5] == ["start", "/v1/completions", "/sleep?level=1&mode=wait", "/wake_up", "/v1/completions"]
+
+
+def test_a_wake_up_without_memory_is_tried_again_and_leaves_it_asleep_meanwhile(tmp_path: Path) -> None:
+    with running(tmp_path) as it:
+        pid = it.engine_pid()
+        assert it.call("/action/sleep/chat?wait_s=10")[0] == 200
+        (tmp_path / "trouble").touch()
+        assert it.engine_pid() == pid
+        assert it.calls()[2:] == ["/sleep?level=1&mode=wait", "/wake_up", "/sleep?level=1&mode=wait", "/wake_up", "/v1/completions"]
+
+
+@pytest.mark.parametrize("sleep", ["stop"])
+def test_sleep_that_ends_the_server(tmp_path: Path, sleep: str) -> None:
+    with running(tmp_path, sleep=sleep) as it:
+        pid = it.engine_pid()
+        assert it.call("/action/sleep/chat?wait_s=20")[0] == 200
+        assert not alive(pid)
+        assert it.engine_pid() != pid
+
+
+def test_one_that_cannot_start_is_tried_three_times_and_then_told(tmp_path: Path) -> None:
+    (tmp_path / "die").touch()
+    with running(tmp_path) as it:
+        status, body = it.ask()
+        error = json.loads(body)["error"]
+        assert (status, error["code"]) == (503, "model_failed")
+        assert "it cannot start" in error["message"]
+        assert it.calls() == ["start"] * 3
+        assert it.call("/health/chat", method="GET")[0] == 503
+
+
+def test_replicas_share_the_requests_and_one_may_die(tmp_path: Path) -> None:
+    with running(tmp_path, replicas=2) as it:
+        pid = it.engine_pid()
+        (tmp_path / "hold").touch()
+        asking = [in_background(it.engine_pid) for _ in range(4)]
+        until(lambda: it.calls().count("/v1/completions") == 5)
+        (tmp_path / "hold").unlink()
+        pids = []
+        for thread, found in asking:
+            thread.join(WAIT_S)
+            pids += found
+        assert sorted(pids.count(one) for one in set(pids)) == [2, 2]
+        os.kill(pid, signal.SIGKILL)
+        assert [it.engine_pid() == pid for _ in range(3)] == [False] * 3
+        assert it.state() == "ready"
