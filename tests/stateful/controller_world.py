@@ -10,7 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from kvcached.controller.fleet import Fleet
-from kvcached.controller.states import AWAKE, Admit, Effect, Hurry, Refuse, Removed, Sleep, Spec, Start, State, Wake
+from kvcached.controller.states import AWAKE, Admit, Effect, Hurry, Refuse, Removed, Renewed, Sleep, Spec, Start, State, Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -97,6 +97,9 @@ class World:
                         self.after(0.0, lambda ticket=ticket: self.leave(ticket))
                 case Removed(name):
                     assert not self.engines[name].running
+                case Renewed(name):
+                    assert not self.engines[name].running
+                    assert not self.engines[name].open
         self._remind()
 
     def _settle(self, ticket: int, effect: Effect) -> None:
@@ -174,7 +177,8 @@ class World:
 
     def _check_model(self, engine: Engine, state: State) -> None:
         model = self.fleet.models[engine.spec.name]
-        assert engine.awake == (state in AWAKE), f"{engine.spec.name} is {state.value}, its server is {'' if engine.awake else 'not '}awake"
+        if state is not State.GOING_TO_SLEEP:  # a server that sleeps is ended from there, too
+            assert engine.awake == (state in AWAKE), f"{engine.spec.name} is {state.value}, its server is otherwise"
         assert not engine.open or state in (State.READY, State.DRAINING), "an open stream on a model that is not awake"
         assert len(model.open) <= engine.spec.concurrency
         assert len(model.waiting) <= engine.spec.queue

@@ -57,6 +57,10 @@ class FleetMachine(RuleBasedStateMachine):
         self.world.perform(self.world.fleet.wish_wake(name, self.world.now_s))
 
     @rule(name=st.sampled_from(NAMES))
+    def change(self, name: str) -> None:
+        self.world.perform(self.world.fleet.renew(self.world.fleet.models[name].spec, self.world.now_s))
+
+    @rule(name=st.sampled_from(NAMES))
     def crash(self, name: str) -> None:
         self.world.crash(name)
 
@@ -125,6 +129,8 @@ class Day:
 
     def accident(self, name: str) -> None:
         self.world.crash(name)
+        if self.random.random() < 0.2:
+            self.world.perform(self.world.fleet.renew(self.world.fleet.models[name].spec, self.world.now_s))
         self.later(6000.0, lambda: self.accident(name))
 
 

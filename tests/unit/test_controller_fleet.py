@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvcached.controller.fleet import LONGEST_PAUSE_S, Fleet
-from kvcached.controller.states import Admit, Effect, Hurry, Refuse, Removed, Sleep, Spec, Start, State, Why
+from kvcached.controller.states import Admit, Effect, Hurry, Refuse, Removed, Renewed, Sleep, Spec, Start, State, Why
 from kvcached.errors import Misuse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 A = Spec("a")
 B = Spec("b")
@@ -300,3 +304,29 @@ class TestTheFile:
         assert fleet.models["a"].open == {ticket}
         fleet.left(ticket, 2.0)
         assert fleet.next_tick_s(6.0) == 7.0
+
+    def test_a_changed_model_ends_its_streams_and_its_server_and_who_waits_gets_the_new_one(self) -> None:
+        fleet = ready(Fleet([A], 0.0), "a")
+        first, _ = fleet.asked("a", 0.0)
+        assert fleet.renew(replace(A, concurrency=3), 1.0) == []
+        second, effects = fleet.asked("a", 1.5)
+        assert effects == []
+        assert fleet.left(first, 2.0) == [Sleep("a", 2, stop=True)]
+        assert fleet.done("a", 2, 3.0) == [Renewed("a"), Start("a", 3)]
+        assert fleet.models["a"].spec.concurrency == 3
+        assert fleet.done("a", 3, 4.0) == [Admit(second)]
+
+    @pytest.mark.parametrize("prepare", [lambda fleet: fleet, lambda fleet: asleep(fleet, "a")])
+    def test_one_at_rest_is_changed_without_being_started(self, prepare: Callable[[Fleet], Fleet]) -> None:
+        fleet = prepare(Fleet([A], 0.0))
+        effects = fleet.renew(replace(A, priority=1), 1.0)
+        effects += fleet.done("a", fleet.models["a"].attempt, 2.0)
+        assert Renewed("a") in effects
+        assert (state(fleet), fleet.models["a"].spec.priority) == (State.STOPPED, 1)
+
+    def test_a_second_change_before_the_first_is_there_wins(self) -> None:
+        fleet = ready(Fleet([A], 0.0), "a")
+        fleet.renew(replace(A, priority=1), 1.0)
+        fleet.add(replace(A, priority=2), 1.5)
+        assert fleet.done("a", 2, 2.0) == [Renewed("a")]
+        assert fleet.models["a"].spec.priority == 2

@@ -14,10 +14,10 @@ from aiohttp import web
 from yarl import URL
 
 from kvcached.controller.access import Access
+from kvcached.controller.build import build_backends, card_bytes, specs_of
 from kvcached.controller.config import parse_config
 from kvcached.controller.gateway import Gateway
 from kvcached.controller.owner import Owner
-from kvcached.controller.serve import build_backends, card_bytes, specs_of
 from kvcached.controller.states import State
 from kvcached.controller.usage import Meter
 

@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kvcached.cli.main import app
+from kvcached.controller.build import specs_of
 from kvcached.controller.config import ServeConfig, parse_config
 from kvcached.controller.engine_command import command_of, environment_of
 from kvcached.controller.plan import plan_of
-from kvcached.controller.serve import specs_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -45,10 +45,19 @@ def dry_run(path: Path) -> None:
 
 def run(path: Path) -> None:
     """Until a signal ends it. Raises `SettingError`, and `OSError` when the address is taken."""
+    config = _checked(path)
+    configure_logging(load_settings())
+    asyncio.run(serve(config, process_environment(), lambda address: _announce(config, address), lambda: _checked(path)))
+
+
+def _announce(config: ServeConfig, address: str) -> None:
+    say(f"serving {', '.join(config.models)} at {address}/v1")
+
+
+def _checked(path: Path) -> ServeConfig:
     config = load_config(path)
     _refuse_what_cannot_fit(config)
-    configure_logging(load_settings())
-    asyncio.run(serve(config, process_environment(), lambda address: say(f"serving {', '.join(config.models)} at {address}/v1")))
+    return config
 
 
 def _refuse_what_cannot_fit(config: ServeConfig) -> None:

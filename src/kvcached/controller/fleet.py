@@ -19,6 +19,7 @@ from kvcached.controller.states import (
     Model,
     Refuse,
     Removed,
+    Renewed,
     Sleep,
     Spec,
     Start,
@@ -46,7 +47,7 @@ class Fleet:
 
     def __init__(self, specs: Iterable[Spec], now_s: float, card_bytes: Mapping[str, int] | None = None, hold_s: float = 5.0) -> None:
         self.models: dict[str, Model] = {}
-        self._card_bytes = dict(card_bytes or {})
+        self.card_bytes = dict(card_bytes or {})
         self._hold_s = hold_s
         self._newest_ticket = 0
         self._owner: dict[int, str] = {}
@@ -67,14 +68,24 @@ class Fleet:
             self._insert(spec, now_s)
         elif old.retiring:
             raise Misuse(f"{spec.name} is being removed; add it again when it is gone")
+        elif old.renewal is not None:
+            old.renewal = spec
         else:
             old.spec = spec
+        return self._after(now_s, [])
+
+    def renew(self, spec: Spec, now_s: float) -> list[Effect]:
+        """New facts that need a new server: open streams end first, the old server ends, and `Renewed` is said. Raises `Misuse`."""
+        model = self.models[spec.name]
+        if model.retiring:
+            raise Misuse(f"{spec.name} is being removed; change it again when it is gone")
+        model.renewal = spec
         return self._after(now_s, [])
 
     def retire(self, name: str, now_s: float) -> list[Effect]:
         """It takes no further request; when its last stream has ended its server ends too, and `Removed` is said."""
         model = self.models[name]
-        model.retiring, model.wanted_since_s = True, None
+        model.retiring, model.renewal, model.wanted_since_s = True, None, None
         refused = self._refuse_all(model, Why.GONE, 0.0, f"{name} was removed")
         if model.state is State.READY:
             model.move(State.DRAINING, now_s, "it was removed")
@@ -212,7 +223,7 @@ class Fleet:
 
     def _make_way(self, model: Model, now_s: float) -> list[Effect]:
         """The bytes in the file were too few or none: the idle model that is soonest back leaves the card."""
-        room = Room(list(self.models.values()), self._card_bytes, now_s, self._hold_s)
+        room = Room(list(self.models.values()), self.card_bytes, now_s, self._hold_s)
         idle = [other for other in room.movable(model) if not other.busy]
         for victim in idle[:1]:
             victim.move(State.DRAINING, now_s, f"makes room for {model.name}")
@@ -235,7 +246,7 @@ class Fleet:
         model.sleep_failures += 1
         model.retry_at_s = now_s + self._pause_s(model.sleep_failures)
         model.move(State.READY, now_s, f"could not sleep: {reason}")
-        if model.retiring or (model.sleep_failures >= PATIENCE and model.spec.can_stop):
+        if model.retiring or model.renewal is not None or (model.sleep_failures >= PATIENCE and model.spec.can_stop):
             model.move(State.DRAINING, now_s, f"is ended, since it could not sleep: {reason}")
         return []
 
@@ -289,8 +300,8 @@ class Fleet:
             effects += self._admit(model)
             self._wind_down(model, now_s)
             effects += self._depart(model, now_s)
-        for model in [model for model in self.models.values() if model.retiring]:
-            effects += self._bury(model)
+        for model in [model for model in self.models.values() if model.retiring or model.renewal is not None]:
+            effects += self._bury(model, now_s)
         return effects + self._bring_up(now_s)
 
     def _expire(self, model: Model, now_s: float) -> list[Effect]:
@@ -319,8 +330,8 @@ class Fleet:
             return
         ttl_s = model.spec.ttl_s
         is_idle = ttl_s is not None and not model.busy and now_s >= max(model.active_s + ttl_s, model.retry_at_s)
-        if model.retiring:
-            model.move(State.DRAINING, now_s, "it was removed")
+        if model.retiring or model.renewal is not None:
+            model.move(State.DRAINING, now_s, "it was removed" if model.retiring else "it was changed")
         elif model.wants_sleep and model.retry_at_s <= now_s:
             model.move(State.DRAINING, now_s, "an action asked for sleep")
         elif is_idle and model.sleeps_by_itself:
@@ -333,19 +344,23 @@ class Fleet:
         model.move(State.GOING_TO_SLEEP, now_s, model.reason)
         return [Sleep(model.name, model.next_attempt(), model.leaves_by_ending)]
 
-    def _bury(self, model: Model) -> list[Effect]:
+    def _bury(self, model: Model, now_s: float) -> list[Effect]:
         if model.open or model.state not in AT_REST:
             return []
         if model.state is State.ASLEEP:
-            model.move(State.GOING_TO_SLEEP, model.since_s, "it was removed")
+            model.move(State.GOING_TO_SLEEP, now_s, "it was removed" if model.retiring else "it was changed")
             return [Sleep(model.name, model.next_attempt(), stop=True)]
+        if model.renewal is not None:
+            model.spec, model.renewal, model.failures, model.wake_cost_s = model.renewal, None, 0, None
+            model.wanted_since_s = now_s if model.spec.keep else model.wanted_since_s
+            return [Renewed(model.name)]
         del self.models[model.name]
         return [Removed(model.name)]
 
     def _bring_up(self, now_s: float) -> list[Effect]:
         """Those that are wanted, the most important and then the oldest wish first; whoever is in the way leaves."""
         effects: list[Effect] = []
-        room = Room(list(self.models.values()), self._card_bytes, now_s, self._hold_s)
+        room = Room(list(self.models.values()), self.card_bytes, now_s, self._hold_s)
         for model in self._wanted(now_s):
             victims = room.place(model)
             if victims is not None and not victims:
@@ -359,7 +374,7 @@ class Fleet:
         ready_to_try = [
             model
             for model in self.models.values()
-            if model.state in (State.STOPPED, State.ASLEEP) and model.retry_at_s <= now_s and not model.retiring
+            if model.state in (State.STOPPED, State.ASLEEP) and model.retry_at_s <= now_s and not model.retiring and model.renewal is None
         ]
         wanted = [(model, since_s) for model in ready_to_try if (since_s := model.wanted_at_s()) is not None]
         return [model for model, _ in sorted(wanted, key=lambda pair: (-pair[0].spec.priority, pair[1]))]

@@ -41,10 +41,16 @@ class Gateway:
         self._proxy = Proxy(owner, session)
         self._names = config.names()
         self._created_s = int(time.time())
+        self._management = Management(config, owner, self._everything)
+
+    def use(self, config: ServeConfig, access: Access) -> None:
+        """A new file; requests that are under way keep what they have."""
+        self._config, self._access, self._names = config, access, config.names()
+        self._management.use(config)
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._shape_errors])
-        app.add_routes(Management(self._config, self._owner, self._everything).routes())
+        app.add_routes(self._management.routes())
         app.add_routes(
             [
                 web.get("/v1/models", self._models),
@@ -79,7 +85,7 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.Response:
         opened = self._access.models_of(request.headers)
-        names = [word for word, name in self._names.items() if opened is None or name in opened]
+        names = [word for word, name in self._names.items() if name in self._owner.fleet.models and (opened is None or name in opened)]
         return web.json_response({"object": "list", "data": [self._card_of(word) for word in names]})
 
     async def _model(self, request: web.Request) -> web.Response:
@@ -112,10 +118,10 @@ class Gateway:
     async def _to_named(self, request: web.Request) -> web.StreamResponse:
         """`/upstream/NAME/PATH`: PATH of that model's server, with any method. It can do whatever the server can."""
         self._everything(request)
-        word = request.match_info["name"]
-        name = self._resolve(word, request)
+        body = await request.read()
+        name = self._resolve(request.match_info["name"], request)
         path = "/" + "".join(request.raw_path.split("/", 3)[3:])
-        return await self._relay(request, name, path, await request.read())
+        return await self._relay(request, name, path, body)
 
     async def _to_model(self, request: web.Request) -> web.StreamResponse:
         if ".." in request.path.split("/"):

@@ -28,6 +28,9 @@ class Management:
         self._owner = owner
         self._allow = allow
 
+    def use(self, config: ServeConfig) -> None:
+        self._config = config
+
     def routes(self) -> list[web.RouteDef]:
         return [
             web.get("/health", self._health),
@@ -95,6 +98,8 @@ class Management:
         except Misuse as error:
             raise ApiError(409, str(error), "not_possible") from None
         reached = await self._owner.settled(model.name, wanted, wait_s)
+        if model.name not in self._models():
+            raise no_such_model(model.name)
         return web.json_response(self._facts(model), status=200 if reached else 202)
 
     def _models(self) -> dict[str, Model]:

@@ -8,10 +8,10 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Final
 
-from kvcached.controller.api_errors import ApiError, refused
+from kvcached.controller.api_errors import ApiError, no_such_model, refused
 from kvcached.controller.backends import Backend, BackendFailed
 from kvcached.controller.fleet import Fleet
-from kvcached.controller.states import Admit, Effect, Hurry, Refuse, Removed, Sleep, Spec, Start, State, Wake
+from kvcached.controller.states import Admit, Effect, Hurry, Refuse, Removed, Renewed, Sleep, Spec, Start, State, Wake
 from kvcached.controller.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class Owner:
         self._tickets: dict[int, asyncio.Future[None]] = {}
         self._holders: dict[int, asyncio.Task[object]] = {}
         self._hurried: set[int] = set()
+        self._renewals: dict[str, Backend] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -83,6 +84,8 @@ class Owner:
     @contextlib.asynccontextmanager
     async def lease(self, name: str) -> AsyncIterator[None]:
         """The model is ready, and stays so, within. Raises `ApiError` when it is not, or when the request is ended by an action."""
+        if name not in self.fleet.models:  # removed while the request was tried again
+            raise no_such_model(name)
         ticket, effects = self.fleet.asked(name, self.now_s)
         admitted = self._tickets[ticket] = self._loop.create_future()
         task = asyncio.current_task()
@@ -131,6 +134,9 @@ class Owner:
                 self._hurry(name)
             case Removed(name):
                 _log.info("%s: removed", name)
+                del self.backends[name], self.traffic[name]
+            case Renewed(name):
+                self.backends[name] = self._renewals.pop(name)
 
     def _settle(self, ticket: int, error: ApiError | None) -> None:
         future = self._tickets.get(ticket)
@@ -169,6 +175,28 @@ class Owner:
     def _tick(self) -> None:
         self.perform(self.fleet.tick(self.now_s))
 
+    # ------------------------------------------------------------------ a new file
+
+    def add(self, spec: Spec, backend: Backend) -> None:
+        """A new model. Raises `Misuse` while one of that name is being removed."""
+        effects = self.fleet.add(spec, self.now_s)
+        self.backends[spec.name] = backend
+        self.traffic[spec.name] = Traffic(self.now_s)
+        self.perform(effects)
+
+    def change(self, spec: Spec) -> None:
+        """New facts that its servers do not have to know."""
+        self.perform(self.fleet.add(spec, self.now_s))
+
+    def renew(self, spec: Spec, backend: Backend) -> None:
+        """New servers, when the last stream of the old ones has ended."""
+        self._renewals[spec.name] = backend
+        self.perform(self.fleet.renew(spec, self.now_s))
+
+    def retire(self, name: str) -> None:
+        """No more requests; its servers end when its last stream has ended."""
+        self.perform(self.fleet.retire(name, self.now_s))
+
     # ------------------------------------------------------------------ what others see
 
     def ended(self, name: str, reason: str) -> None:
@@ -185,11 +213,11 @@ class Owner:
     async def settled(self, name: str, state: frozenset[State], timeout_s: float) -> bool:
         """Wait until the model is in one of these states. False when it is not in time."""
         deadline_s = self.now_s + timeout_s
-        while self.fleet.models[name].state not in state:
+        while name in self.fleet.models and self.fleet.models[name].state not in state:
             if self.now_s >= deadline_s:
                 return False
             await asyncio.sleep(_POLL_S)
-        return True
+        return name in self.fleet.models
 
 
 def _uncancel(task: asyncio.Task[object]) -> None:

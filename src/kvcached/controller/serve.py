@@ -4,103 +4,36 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
 from aiohttp import web
 
-from kvcached.config import load_settings
 from kvcached.controller.access import Access
-from kvcached.controller.backends import Backend, RemoteBackend
-from kvcached.controller.config import ServeConfig, instance_name
-from kvcached.controller.controls import EngineControls, KvMemory, SglangControls, VllmControls
-from kvcached.controller.engine_command import environment_of
+from kvcached.controller.build import build_backends, card_bytes, listen_for_ends, specs_of
 from kvcached.controller.gateway import Gateway
-from kvcached.controller.launcher import EngineBackend
 from kvcached.controller.owner import Owner
-from kvcached.controller.states import Spec
-from kvcached.runtime.endpoint import endpoint_path
+from kvcached.controller.reload import Reload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvcached.controller.config import Model
+    from kvcached.controller.config import ServeConfig
+
 
 _log = logging.getLogger("kvcached.controller")
-_WAKE_GUESS_S: Final = {"kv": 0.1, "host": 2.0, "discard": 20.0, "stop": 60.0, "never": 60.0}
 _CONNECT_TIMEOUT_S: Final = 10.0
 
 
-def spec_of(name: str, model: Model, config: ServeConfig) -> Spec:
-    """What the logic has to know of a model."""
-    return Spec(
-        name=name,
-        concurrency=model.concurrency * model.servers,
-        queue=model.queue,
-        queue_timeout_s=model.queue_timeout_s,
-        ttl_s=model.ttl_s,
-        pin=model.pin,
-        can_sleep=model.sleeps != "never",
-        sleep_stops=model.sleeps == "stop",
-        can_stop=model.engine != "remote",
-        keep=model.preload,
-        group=model.group,
-        priority=model.priority,
-        card=model.card or "",
-        cost_bytes=cost_bytes(model, config),
-        wake_guess_s=_WAKE_GUESS_S[model.sleeps],
-    )
+async def serve(
+    config: ServeConfig, environ: Mapping[str, str], on_ready: Callable[[str], None], read_again: Callable[[], ServeConfig]
+) -> None:
+    """Until SIGTERM or SIGINT; SIGHUP takes the file as `read_again` finds it. `on_ready` gets the address.
 
-
-def cost_bytes(model: Model, config: ServeConfig) -> int:
-    """What it takes of its card while it is awake: weights and the KV memory that is left to it, by each replica."""
-    floor_bytes = model.floor.of(config.cards.get(model.card or "", 0)) if model.floor is not None else 0
-    return (model.weights + floor_bytes) * model.replicas
-
-
-def specs_of(config: ServeConfig) -> dict[str, Spec]:
-    return {name: spec_of(name, model, config) for name, model in config.models.items()}
-
-
-def card_bytes(config: ServeConfig) -> dict[str, int]:
-    return dict(config.cards)
-
-
-def build_backends(config: ServeConfig, environ: Mapping[str, str], session: aiohttp.ClientSession) -> dict[str, Backend]:
-    """`environ`: what engines inherit."""
-    return {name: _backend(name, model, config, environ, session) for name, model in config.models.items()}
-
-
-def _backend(name: str, model: Model, config: ServeConfig, environ: Mapping[str, str], session: aiohttp.ClientSession) -> Backend:
-    controls = _controls(model, session)
-    if model.engine == "remote":
-        return RemoteBackend(model.address, session, controls, model.start_timeout_s)
-    log_dir = config.log_dir or Path("kvcached-logs")
-    return EngineBackend(name, model, environ, log_dir, session, controls, _kv_memory(name, model, environ))
-
-
-def _controls(model: Model, session: aiohttp.ClientSession) -> EngineControls | None:
-    if model.sleeps not in ("host", "discard"):
-        return None
-    discard = model.sleeps == "discard"
-    if model.engine == "sglang":
-        return SglangControls(session, discard, str(model.model))
-    return VllmControls(session, discard, model.sleep_mode)
-
-
-def _kv_memory(name: str, model: Model, environ: Mapping[str, str]) -> list[KvMemory]:
-    if model.sleeps != "kv":
-        return []
-    run_dir = load_settings(environment_of(name, model, 0, environ)).run_dir
-    return [KvMemory(endpoint_path(run_dir, instance_name(name, replica))) for replica in range(model.replicas)]
-
-
-async def serve(config: ServeConfig, environ: Mapping[str, str], on_ready: Callable[[str], None]) -> None:
-    """Until SIGTERM or SIGINT. `on_ready` gets the address. Raises `SettingError`, and `OSError` when the address is taken."""
+    Raises `SettingError`, and `OSError` when the address is taken.
+    """
     access = Access(config, environ)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
     async with aiohttp.ClientSession(
@@ -108,10 +41,11 @@ async def serve(config: ServeConfig, environ: Mapping[str, str], on_ready: Calla
     ) as session:
         backends = build_backends(config, environ, session)
         async with Owner(specs_of(config), backends, card_bytes(config)) as owner:
-            for name, backend in backends.items():
-                if isinstance(backend, EngineBackend):
-                    backend.on_ended = functools.partial(owner.ended, name)
-            await _listen(config, Gateway(config, access, owner, session), owner, on_ready)
+            listen_for_ends(owner, backends)
+            gateway = Gateway(config, access, owner, session)
+            reload = Reload(config, environ, owner, gateway, session)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload.take, read_again)
+            await _listen(config, gateway, owner, on_ready)
 
 
 async def _listen(config: ServeConfig, gateway: Gateway, owner: Owner, on_ready: Callable[[str], None]) -> None:

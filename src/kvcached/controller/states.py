@@ -128,7 +128,14 @@ class Removed:
     name: str
 
 
-Effect = Start | Wake | Sleep | Admit | Refuse | Hurry | Removed
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """Nothing of its old server is left: from here on the new facts hold."""
+
+    name: str
+
+
+Effect = Start | Wake | Sleep | Admit | Refuse | Hurry | Removed | Renewed
 
 
 # ---------------------------------------------------------------------- one model
@@ -153,6 +160,8 @@ class Model:
     wants_sleep: bool = False
     """an action asked for sleep, and it is not asleep yet"""
     retiring: bool = False
+    renewal: Spec | None = None
+    """new facts that need a new server; what waits goes on waiting for that"""
     failures: int = 0
     sleep_failures: int = 0
     retry_at_s: float = 0.0
@@ -185,7 +194,9 @@ class Model:
     @property
     def leaves_by_ending(self) -> bool:
         """Whether its server ends when it leaves: it is to be so, or its sleep does not work."""
-        return self.retiring or self.spec.sleep_stops or (self.sleep_failures >= PATIENCE and self.spec.can_stop)
+        return (
+            self.retiring or self.renewal is not None or self.spec.sleep_stops or (self.sleep_failures >= PATIENCE and self.spec.can_stop)
+        )
 
     @property
     def sleeps_by_itself(self) -> bool:
