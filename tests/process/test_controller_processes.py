@@ -53,9 +53,8 @@ class Running:
         shutil.copy(HERE / "standin_server.py", package / "main.py")
         chat = {"engine": "vllm", "model": "none", "python": sys.executable, "sleep": "host", **keys}
         chat["env"] = {"PYTHONPATH": str(folder / "path"), "STANDIN_FOLDER": str(folder)}
-        (folder / "models.yaml").write_text(
-            json.dumps({"listen": "127.0.0.1:0", "log_dir": str(folder / "logs"), "models": {"chat": chat}})
-        )
+        self.chat = chat
+        self.write({"chat": chat})
         with (folder / "stderr").open("wb") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "kvcached.cli.main", "serve", str(folder / "models.yaml")],
@@ -67,6 +66,20 @@ class Running:
         found = re.search(rb"http://\S+:\d+", self.process.stdout.readline())
         assert found is not None, (folder / "stderr").read_text()
         self.url = found[0].decode()
+
+    def write(self, models: dict[str, Any]) -> None:
+        given = {"listen": "127.0.0.1:0", "log_dir": str(self.folder / "logs"), "models": models}
+        (self.folder / "models.yaml").write_text(json.dumps(given))
+
+    def reload(self, models: dict[str, Any]) -> None:
+        """Returns when the gateway said what it made of it."""
+        said = self.errors().count("the file was")
+        self.write(models)
+        self.process.send_signal(signal.SIGHUP)
+        until(lambda: self.errors().count("the file was") > said)
+
+    def errors(self) -> str:
+        return (self.folder / "stderr").read_text()
 
     def call(self, path: str, body: dict[str, Any] | None = None, method: str = "POST") -> tuple[int, bytes]:
         data = None if method == "GET" else json.dumps(body or {}).encode()
@@ -208,3 +221,24 @@ def test_replicas_share_the_requests_and_one_may_die(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
         assert [it.engine_pid() == pid for _ in range(3)] == [False] * 3
         assert it.state() == "ready"
+
+
+def test_a_changed_file_is_taken_without_dropping_a_stream(tmp_path: Path) -> None:
+    with running(tmp_path) as it:
+        pid = it.engine_pid()
+        thread, found = in_background(lambda: it.ask(stream=True, n=50))
+        until(lambda: it.calls().count("/v1/completions") == 2)
+        it.reload({"chat": {**it.chat, "aliases": ["gpt"]}})
+        assert it.call("/v1/completions", {"model": "gpt"})[0] == 200
+        assert it.calls().count("start") == 1
+        it.reload({"chat": {**it.chat, "args": ["--new"]}, "more": it.chat})
+        assert it.engine_pid() != pid
+        assert it.calls().count("start") == 2
+        thread.join(WAIT_S)
+        assert found == [(200, b"".join(b"data: %d\n\n" % number for number in range(50)))]
+        assert not alive(pid)
+        it.reload({"chat": {**it.chat, "colour": "red"}})
+        assert "models.chat.colour: there is no such key" in it.errors()
+        assert it.ask()[0] == 200
+        it.reload({"more": it.chat})
+        assert it.call("/v1/completions", {"model": "chat"})[0] == 404
