@@ -68,6 +68,8 @@ def main() -> None:
     if (FOLDER / "die").exists():
         print("it cannot start", flush=True)
         sys.exit(3)
+    while (FOLDER / "linger").exists():
+        time.sleep(0.05)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     (FOLDER / "child").write_text(str(child.pid))
     print(f"ready as {os.environ['KVCACHED_IPC_NAME']}", flush=True)

@@ -242,3 +242,16 @@ def test_a_changed_file_is_taken_without_dropping_a_stream(tmp_path: Path) -> No
         assert it.ask()[0] == 200
         it.reload({"more": it.chat})
         assert it.call("/v1/completions", {"model": "chat"})[0] == 404
+
+
+def test_the_end_does_not_wait_for_a_model_that_is_starting(tmp_path: Path) -> None:
+    (tmp_path / "linger").touch()
+    with running(tmp_path, preload=True) as it:
+        until(lambda: (tmp_path / "calls").exists())
+        thread, found = in_background(it.ask)
+        until(lambda: json.loads(it.call("/health/chat", method="GET")[1])["waiting"] == 1)
+        it.stop()
+        thread.join(WAIT_S)
+        assert isinstance(found[0], tuple)
+        assert found[0][0] == 503
+        assert b"shutting_down" in found[0][1]

@@ -292,8 +292,10 @@ class TestTheFile:
         assert fleet.done("a", 3, 2.0) == [Removed("a")]
 
     def test_closing_refuses_and_ends_everything(self) -> None:
-        fleet = ready(Fleet([A, B], 0.0), "a")
+        fleet = ready(Fleet([A, B, Spec("c")], 0.0), "a")
+        ticket, _ = fleet.asked("c", 0.5)
         effects = fleet.close(1.0)
+        assert [(effect.ticket, effect.why) for effect in effects if isinstance(effect, Refuse)] == [(ticket, Why.CLOSING)]
         assert Removed("b") in effects
         assert Sleep("a", 2, stop=True) in effects
 

@@ -389,6 +389,34 @@ class TestFailures:
 
         play(scene)
 
+    def test_a_replica_that_dies_is_left_out_and_nobody_notices(self) -> None:
+        async def scene() -> None:
+            first, second = Upstream(), Upstream()
+            async with listening(first.app()) as one, contextlib.AsyncExitStack() as mortal:
+                two = await mortal.enter_async_context(listening(second.app()))
+                async with stage(addresses=[two, one]) as it:
+                    assert (await it.post())[0] == 200
+                    assert second.calls
+                    await mortal.aclose()
+                    assert [(await it.post())[0] for _ in range(3)] == [200] * 3
+                    assert [replica.up for replica in it.owner.backends["chat"].replicas] == [False, True]
+
+        play(scene)
+
+    def test_a_replica_whose_requests_have_ended_has_none(self) -> None:
+        async def scene() -> None:
+            first, second = Upstream(), Upstream()
+            async with listening(first.app()) as one, listening(second.app()) as two, stage(addresses=[one, two]) as it:
+                first.gate.clear()
+                asking = asyncio.create_task(it.post())
+                await first.arrived.wait()
+                assert [(await it.post())[0] for _ in range(3)] == [200] * 3
+                assert len(second.calls) == 3
+                first.gate.set()
+                await asking
+
+        play(scene)
+
     def test_the_replica_with_the_fewest_requests_gets_the_next(self) -> None:
         async def scene() -> None:
             first, second = Upstream(), Upstream()
@@ -544,7 +572,8 @@ class TestKeys:
                     assert (await it.get(path))[0] == 401
                     assert (await it.get(path, headers={"x-api-key": "chat-alone"}))[0] == 403
                     assert (await it.get(path, headers={"x-api-key": "all-of-them"}))[0] == 200
-                assert (await it.get("/health"))[0] == 200
+                assert await it.get("/health") == (200, {"status": "ok"})
+                assert await it.get("/health/chat") == (200, {"model": "chat", "state": "ready"})
                 assert [card["id"] for card in (await it.get("/v1/models", headers={"x-api-key": "chat-alone"}))[1]["data"]] == [
                     "chat",
                     "gpt",

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
+_CLOSING: Final = "the gateway is shutting down"
 HEALTHY_S: Final = 60.0
 """A failure after so long awake counts as the first."""
 
@@ -86,7 +87,8 @@ class Fleet:
         """It takes no further request; when its last stream has ended its server ends too, and `Removed` is said."""
         model = self.models[name]
         model.retiring, model.renewal, model.wanted_since_s = True, None, None
-        refused = self._refuse_all(model, Why.GONE, 0.0, f"{name} was removed")
+        why, retry_after_s, reason = (Why.CLOSING, 5.0, _CLOSING) if self._closing else (Why.GONE, 0.0, f"{name} was removed")
+        refused = self._refuse_all(model, why, retry_after_s, reason)
         if model.state is State.READY:
             model.move(State.DRAINING, now_s, "it was removed")
         return self._after(now_s, refused)
@@ -122,7 +124,7 @@ class Fleet:
 
     def _refusal(self, model: Model, ticket: int, now_s: float) -> Refuse | None:
         if self._closing:
-            return Refuse(ticket, Why.CLOSING, 5.0, "the gateway is shutting down")
+            return Refuse(ticket, Why.CLOSING, 5.0, _CLOSING)
         if model.retiring:
             return Refuse(ticket, Why.GONE, 0.0, f"{model.name} was removed")
         if model.state is State.FAILED and model.failures >= PATIENCE:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Management:
-    """`allow` raises `ApiError` for who may not ask; `/health` is open to all, as load balancers need it."""
+    """`allow` raises `ApiError` for who may not ask. Load balancers have no key: to them `/health` says the least that they need."""
 
     def __init__(self, config: ServeConfig, owner: Owner, allow: Callable[[web.Request], None]) -> None:
         self._config = config
@@ -45,12 +45,22 @@ class Management:
 
     async def _health(self, request: web.Request) -> web.Response:
         """200 while the gateway serves, whatever its models do."""
+        if not self._allows(request):
+            return web.json_response({"status": "ok"})
         return web.json_response({"status": "ok", "models": {name: model.state.value for name, model in self._models().items()}})
 
     async def _health_of(self, request: web.Request) -> web.Response:
         """503 for a model that failed; one that sleeps is well, since a request wakes it."""
         model = self._model(request)
-        return web.json_response(self._facts(model), status=503 if model.state is State.FAILED else 200)
+        facts = self._facts(model) if self._allows(request) else {"model": model.name, "state": model.state.value}
+        return web.json_response(facts, status=503 if model.state is State.FAILED else 200)
+
+    def _allows(self, request: web.Request) -> bool:
+        try:
+            self._allow(request)
+        except ApiError:
+            return False
+        return True
 
     async def _traffic(self, request: web.Request) -> web.Response:
         self._allow(request)

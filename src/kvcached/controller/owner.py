@@ -61,6 +61,8 @@ class Owner:
     async def close(self) -> None:
         """Nothing more is let in; open streams end within `grace_s`, and are ended after it."""
         self.perform(self.fleet.close(self.now_s))
+        starting = [name for name, model in self.fleet.models.items() if model.state is State.STARTING]
+        await asyncio.gather(*(self.backends[name].stop() for name in starting))  # whose start then fails, and nobody waits for it
         if not await self._emptied(self._grace_s):
             for name in list(self.fleet.models):
                 self._hurry(name)
