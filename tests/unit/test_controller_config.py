@@ -83,6 +83,7 @@ class TestWhatIsAllowed:
         ("models: {chat: {engine: remote, address: 'http://h', sleep: stop}}", "models.chat: `sleep` of a remote"),
         (one(address="http://h"), "models.chat: `address` is for remote"),
         (one(venv="/a", python="/b"), "models.chat: `venv` and `python` exclude"),
+        (one(sleep="kv", elastic=False), "models.chat: `sleep: kv` gives an elastic"),
         (one(ttl_s=0), "models.chat.ttl_s: input should be greater than 0"),
         (one(ttl_s="soon"), "models.chat.ttl_s: "),
         (one(pin="yes"), "models.chat.pin: input should be a valid boolean"),

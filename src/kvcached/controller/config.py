@@ -188,6 +188,8 @@ def _local_problem(model: Model) -> str:
         return "`address` is for remote models"
     if model.venv is not None and model.python is not None:
         return "`venv` and `python` exclude each other"
+    if model.sleep == "kv" and not model.elastic:
+        return "`sleep: kv` gives an elastic KV cache back, and `elastic` is false"
     return ""
 
 

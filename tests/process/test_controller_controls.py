@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said to an engine that goes to sleep or wakes, and that a real pool gives its memory back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+import kvcached
+from kvcached.controller.backends import BackendFailed
+from kvcached.controller.controls import EngineControls, KvMemory, SglangControls, VllmControls
+from kvcached.runtime.endpoint import endpoint_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def said(controls_of: Callable[[aiohttp.ClientSession], EngineControls], fails: str = "") -> list[str]:
+    """Path, query and body of each call of one sleep and one wake-up."""
+    calls: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        calls.append(f"{request.rel_url} {await request.text()}".strip())
+        return web.Response(status=500, text="CUDA out of memory") if fails and fails in request.path else web.Response()
+
+    async def play() -> None:
+        app = web.Application()
+        app.router.add_post("/{path:.*}", answer)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            async with aiohttp.ClientSession() as session:
+                controls = controls_of(session)
+                await controls.sleep(address)
+                await controls.wake(address)
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(play())
+    return calls
+
+
+def test_vllm_with_weights_in_host_memory() -> None:
+    assert said(lambda session: VllmControls(session, discard=False)) == ["/sleep?level=1&mode=wait", "/wake_up"]
+
+
+def test_vllm_with_weights_read_again() -> None:
+    assert said(lambda session: VllmControls(session, discard=True, mode="abort")) == [
+        "/sleep?level=2&mode=abort",
+        "/wake_up?tags=weights",
+        '/collective_rpc {"method": "reload_weights"}',
+        "/wake_up?tags=kv_cache",
+    ]
+
+
+def test_sglang() -> None:
+    kept = ["/release_memory_occupation {}", "/resume_memory_occupation {}"]
+    assert said(lambda session: SglangControls(session, discard=False, model="m")) == kept
+    assert said(lambda session: SglangControls(session, discard=True, model="m")) == [
+        *kept,
+        '/update_weights_from_disk {"model_path": "m"}',
+    ]
+
+
+def test_a_refusal_says_whether_it_was_for_memory() -> None:
+    with pytest.raises(BackendFailed, match="said 500: CUDA out of memory") as caught:
+        said(lambda session: VllmControls(session, discard=False), fails="wake_up")
+    assert caught.value.no_memory
+
+
+def test_a_real_pool_gives_back_all_that_nobody_uses_and_obeys_a_limit(tmp_path: Path) -> None:
+    with (
+        kvcached.open_card("host:0", run_dir=str(tmp_path / "run"), budget="64MiB") as card,
+        card.open_pool("chat", block_bytes=65_536, blocks=512) as pool,
+    ):
+        memory = KvMemory(endpoint_path(tmp_path / "run", pool.instance))
+        pool.give(pool.take(300))
+        assert pool.stats().held_bytes > 0
+        assert asyncio.run(memory.give_back()) == 0
+        asyncio.run(memory.limit(4 << 20))
+        assert pool.stats().limit_bytes == 4 << 20
+
+
+def test_a_pool_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(BackendFailed, match="nobody answers"):
+        asyncio.run(KvMemory(endpoint_path(tmp_path, "none")).give_back())
