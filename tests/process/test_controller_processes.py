@@ -206,21 +206,28 @@ def test_one_that_cannot_start_is_tried_three_times_and_then_told(tmp_path: Path
         assert it.call("/health/chat", method="GET")[0] == 503
 
 
-def test_replicas_share_the_requests_and_one_may_die(tmp_path: Path) -> None:
+def together(it: Running, count: int) -> list[object]:
+    """Who answers so many requests that are open at once."""
+    before = it.calls().count("/v1/completions")
+    (it.folder / "hold").touch()
+    asking = [in_background(it.engine_pid) for _ in range(count)]
+    until(lambda: it.calls().count("/v1/completions") == before + count)
+    (it.folder / "hold").unlink()
+    for thread, _ in asking:
+        thread.join(WAIT_S)
+    return [pid for _, found in asking for pid in found]
+
+
+def test_replicas_share_the_requests_and_one_that_dies_is_started_again(tmp_path: Path) -> None:
     with running(tmp_path, replicas=2) as it:
         pid = it.engine_pid()
-        (tmp_path / "hold").touch()
-        asking = [in_background(it.engine_pid) for _ in range(4)]
-        until(lambda: it.calls().count("/v1/completions") == 5)
-        (tmp_path / "hold").unlink()
-        pids = []
-        for thread, found in asking:
-            thread.join(WAIT_S)
-            pids += found
+        pids = together(it, 4)
         assert sorted(pids.count(one) for one in set(pids)) == [2, 2]
         os.kill(pid, signal.SIGKILL)
         assert [it.engine_pid() == pid for _ in range(3)] == [False] * 3
         assert it.state() == "ready"
+        until(lambda: len(set(together(it, 2))) == 2)
+        assert it.calls().count("start") == 3
 
 
 def test_a_changed_file_is_taken_without_dropping_a_stream(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvcached.controller.backends import BackendFailed, Replica, answers
 from kvcached.controller.engine_command import command_of, environment_of
+from kvcached.controller.fleet import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from kvcached.controller.process import EngineProcess, free_port
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ POLL_S: Final = 0.2
 class EngineBackend:
     """`controls`: for sleep that the engine does itself; `kv_memory`: by replica, for sleep that only gives the KV cache back.
 
-    `on_ended(reason)`: told when the last of its servers ended by itself. One that ended while others run stays down until the
-    model is started again.
+    `on_ended(reason)`: told when the last of its servers ended by itself. One that ended while others run is started again here,
+    after a pause that doubles.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class EngineBackend:
         self._kv_memory = kv_memory
         self._processes: dict[str, EngineProcess] = {}
         self._replicas: list[Replica] = []
+        self._revivals: set[asyncio.Task[None]] = set()
         self.on_ended: Callable[[str], None] = lambda reason: None
 
     @property
@@ -79,14 +81,14 @@ class EngineBackend:
 
     async def _launch(self, number: int) -> None:
         port = free_port()
-        replica = Replica(f"http://127.0.0.1:{port}")
+        replica = Replica(f"http://127.0.0.1:{port}", up=False)
         title = self._name if self._model.replicas == 1 else f"{self._name}/{number}"
         command = command_of(self._name, self._model, port)
         environment = environment_of(self._name, self._model, number, self._environ)
         log = self._log_dir / f"{title.replace('/', '-')}.log"
         process = await EngineProcess.launch(title, command, environment, log, lambda code: self._ended(replica, code))
         self._processes[replica.address] = process
-        self._replicas.append(replica)
+        self._replicas[number : number + 1] = [replica]
 
     async def _until_ready(self, replica: Replica) -> None:
         process = self._processes[replica.address]
@@ -94,15 +96,51 @@ class EngineBackend:
             if not process.running:
                 raise BackendFailed(f"{process.title} ended before it was ready: {await process.last_words()}")
             await asyncio.sleep(POLL_S)
+        replica.up = True
 
     def _ended(self, replica: Replica, code: int) -> None:
-        replica.up = False
+        was_up, replica.up = replica.up, False
         process = self._processes.get(replica.address)
         _log.warning("%s ended with code %d", process.title if process is not None else self._name, code)
         if not any(other.up for other in self._replicas):
             self.on_ended(f"its server ended with code {code}")
+        elif was_up:
+            self._revive(replica)
+
+    # ------------------------------------------------------------------ one of several
+
+    def _revive(self, lost: Replica) -> None:
+        task = asyncio.get_running_loop().create_task(self._replace(self._replicas.index(lost)))
+        self._revivals.add(task)
+        task.add_done_callback(self._revivals.discard)
+
+    async def _replace(self, number: int) -> None:
+        pause_s = FIRST_PAUSE_S
+        while not self._replicas[number].up:
+            await asyncio.sleep(pause_s)
+            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+            try:
+                await self._end(self._replicas[number])
+                await self._launch(number)
+                await asyncio.wait_for(self._until_ready(self._replicas[number]), self._model.start_timeout_s)
+            except (BackendFailed, OSError, asyncio.TimeoutError) as error:
+                _log.warning("%s: replica %d: %s", self._name, number, str(error) or "was not ready in time")
+
+    async def _end(self, replica: Replica) -> None:
+        process = self._processes.pop(replica.address, None)
+        if process is not None:
+            await process.stop()
+
+    async def _end_revivals(self) -> None:
+        """What is half started must not be awake while the others sleep."""
+        tasks = list(self._revivals)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(self._end(replica) for replica in self._replicas if not replica.up))
 
     async def stop(self) -> None:
+        await self._end_revivals()
         processes, self._processes, self._replicas = self._processes, {}, []
         await asyncio.gather(*(process.stop() for process in processes.values()))
 
@@ -118,8 +156,10 @@ class EngineBackend:
         await asyncio.wait_for(self._sleep(), self._model.start_timeout_s)
 
     async def _sleep(self) -> None:
-        for memory in self._kv_memory:
-            await memory.give_back()
+        await self._end_revivals()
+        for replica, memory in zip(self._replicas, self._kv_memory, strict=False):  # no memory: the engine does all by itself
+            if replica.up:
+                await memory.give_back()
         if self._controls is not None:
             await asyncio.gather(*(self._controls.sleep(replica.address) for replica in self._replicas if replica.up))
 
@@ -135,6 +175,9 @@ class EngineBackend:
     async def _wake(self) -> None:
         if self._controls is not None:
             await asyncio.gather(*(self._controls.wake(replica.address) for replica in self._replicas if replica.up))
+        for replica in self._replicas:
+            if not replica.up:
+                self._revive(replica)
 
     async def _asleep_again(self) -> bool:
         """A wake-up that found too little memory may have taken a part of it."""
