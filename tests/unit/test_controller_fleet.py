@@ -332,3 +332,11 @@ class TestTheFile:
         fleet.add(replace(A, priority=2), 1.5)
         assert fleet.done("a", 2, 2.0) == [Renewed("a")]
         assert fleet.models["a"].spec.priority == 2
+
+    @pytest.mark.parametrize("leave", [lambda fleet: fleet.retire("a", 1.0), lambda fleet: fleet.renew(replace(A, priority=1), 1.0)])
+    def test_one_that_falls_asleep_just_then_is_ended_after_it(self, leave: Callable[[Fleet], list[Effect]]) -> None:
+        fleet = ready(Fleet([A], 0.0), "a")
+        assert fleet.wish_sleep("a", 0.5) == [Sleep("a", 2)]
+        assert leave(fleet) == []
+        assert fleet.done("a", 2, 2.0) == [Sleep("a", 3, stop=True)]
+        assert kinds(fleet.done("a", 3, 3.0)) in (["Removed"], ["Renewed"])

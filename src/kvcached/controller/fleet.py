@@ -192,7 +192,7 @@ class Fleet:
         return self._after(now_s, [])
 
     def _fell_asleep(self, model: Model, now_s: float) -> None:
-        ended = model.leaves_by_ending
+        ended = model.ending
         model.failures = 0
         model.sleep_failures, model.retry_at_s, model.wants_sleep = 0, 0.0, False
         model.move(State.STOPPED if ended else State.ASLEEP, now_s)
@@ -344,13 +344,15 @@ class Fleet:
         if model.state is not State.DRAINING or model.open or model.retry_at_s > now_s:
             return []
         model.move(State.GOING_TO_SLEEP, now_s, model.reason)
-        return [Sleep(model.name, model.next_attempt(), model.leaves_by_ending)]
+        model.ending = model.leaves_by_ending
+        return [Sleep(model.name, model.next_attempt(), model.ending)]
 
     def _bury(self, model: Model, now_s: float) -> list[Effect]:
         if model.open or model.state not in AT_REST:
             return []
         if model.state is State.ASLEEP:
             model.move(State.GOING_TO_SLEEP, now_s, "it was removed" if model.retiring else "it was changed")
+            model.ending = True
             return [Sleep(model.name, model.next_attempt(), stop=True)]
         if model.renewal is not None:
             model.spec, model.renewal, model.failures, model.wake_cost_s = model.renewal, None, 0, None

@@ -160,6 +160,8 @@ class Model:
     wants_sleep: bool = False
     """an action asked for sleep, and it is not asleep yet"""
     retiring: bool = False
+    ending: bool = False
+    """what was asked last is that its server ends, not that it sleeps"""
     renewal: Spec | None = None
     """new facts that need a new server; what waits goes on waiting for that"""
     failures: int = 0
