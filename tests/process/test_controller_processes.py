@@ -55,16 +55,19 @@ class Running:
         chat["env"] = {"PYTHONPATH": str(folder / "path"), "STANDIN_FOLDER": str(folder)}
         self.chat = chat
         self.write({"chat": chat})
-        with (folder / "stderr").open("wb") as errors:
+        self.launch()
+
+    def launch(self) -> None:
+        with (self.folder / "stderr").open("wb") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvcached.cli.main", "serve", str(folder / "models.yaml")],
+                [sys.executable, "-m", "kvcached.cli.main", "serve", str(self.folder / "models.yaml")],
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
         assert self.process.stdout is not None
         found = re.search(rb"http://\S+:\d+", self.process.stdout.readline())
-        assert found is not None, (folder / "stderr").read_text()
+        assert found is not None, self.errors()
         self.url = found[0].decode()
 
     def write(self, models: dict[str, Any]) -> None:
@@ -105,6 +108,13 @@ class Running:
     def state(self) -> str:
         return str(json.loads(self.call("/health/chat", method="GET")[1])["state"])
 
+    def kill(self) -> None:
+        """SIGKILL: nothing that it started hears of it."""
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(WAIT_S) == 0
@@ -117,10 +127,7 @@ def running(folder: Path, **keys: Any) -> Iterator[Running]:
         yield it
         it.stop()
     finally:
-        it.process.kill()
-        it.process.wait()
-        assert it.process.stdout is not None
-        it.process.stdout.close()
+        it.kill()
 
 
 def in_background(work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
@@ -204,6 +211,40 @@ def test_one_that_cannot_start_is_tried_three_times_and_then_told(tmp_path: Path
         assert "it cannot start" in error["message"]
         assert it.calls() == ["start"] * 3
         assert it.call("/health/chat", method="GET")[0] == 503
+
+
+def test_what_a_killed_gateway_left_is_ended_by_the_next(tmp_path: Path) -> None:
+    with running(tmp_path) as it:
+        pid = it.engine_pid()
+        child = int((tmp_path / "child").read_text())
+        it.kill()
+        assert alive(pid)
+        it.launch()
+        assert not alive(pid)
+        assert not alive(child)
+        assert f"chat: process {pid} was left by an earlier gateway" in it.errors()
+        assert it.engine_pid() != pid
+
+
+def test_what_is_left_of_a_server_whose_leader_is_gone_is_ended_too(tmp_path: Path) -> None:
+    with running(tmp_path) as it:
+        pid = it.engine_pid()
+        child = int((tmp_path / "child").read_text())
+        it.kill()
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not alive(pid))
+        assert alive(child)
+        it.launch()
+        assert not alive(child)
+
+
+def test_a_second_gateway_does_not_touch_the_servers_of_the_first(tmp_path: Path) -> None:
+    with running(tmp_path) as it:
+        pid = it.engine_pid()
+        command = [sys.executable, "-m", "kvcached.cli.main", "serve", str(tmp_path / "models.yaml")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+        assert (done.returncode, "another gateway uses" in done.stderr) == (2, True)
+        assert it.engine_pid() == pid
 
 
 def together(it: Running, count: int) -> list[object]:

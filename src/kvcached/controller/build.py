@@ -71,8 +71,11 @@ def backend_of(name: str, model: Model, config: ServeConfig, environ: Mapping[st
     controls = _controls(model, session)
     if model.engine == "remote":
         return RemoteBackend(model.address, session, controls, model.start_timeout_s)
-    log_dir = config.log_dir or Path("kvcached-logs")
-    return EngineBackend(name, model, environ, log_dir, session, controls, _kv_memory(name, model, environ))
+    return EngineBackend(name, model, environ, log_dir_of(config), session, controls, _kv_memory(name, model, environ))
+
+
+def log_dir_of(config: ServeConfig) -> Path:
+    return config.log_dir or Path("kvcached-logs")
 
 
 def _controls(model: Model, session: aiohttp.ClientSession) -> EngineControls | None:

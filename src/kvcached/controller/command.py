@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from kvcached.cli.output import say, table
 from kvcached.config import configure_logging, load_settings, process_environment
 from kvcached.controller.access import Access
+from kvcached.controller.build import log_dir_of
 from kvcached.controller.config import ServeConfig, json_schema, load_config
+from kvcached.controller.leftovers import claimed
 from kvcached.controller.plan import CardPlan, Row, plan_of
 from kvcached.controller.serve import serve
 from kvcached.errors import SettingError
@@ -47,7 +49,8 @@ def run(path: Path) -> None:
     """Until a signal ends it. Raises `SettingError`, and `OSError` when the address is taken."""
     config = _checked(path)
     configure_logging(load_settings())
-    asyncio.run(serve(config, process_environment(), lambda address: _announce(config, address), lambda: _checked(path)))
+    with claimed(log_dir_of(config)):
+        asyncio.run(serve(config, process_environment(), lambda address: _announce(config, address), lambda: _checked(path)))
 
 
 def _announce(config: ServeConfig, address: str) -> None:

@@ -10,8 +10,11 @@ import os
 import random
 import signal
 import socket
+import time
 from collections import deque
 from typing import IO, TYPE_CHECKING, Final
+
+from kvcached.controller import leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +24,7 @@ _log = logging.getLogger("kvcached.engine")
 PORTS: Final = (15_000, 32_000)
 TERM_GRACE_S: Final = 20.0
 KILL_GRACE_S: Final = 10.0
+_POLL_S: Final = 0.05
 _LOG_BYTES: Final = 16 * 1024 * 1024
 _TAIL_LINES: Final = 20
 _LONGEST_LINE_BYTES: Final = 16_384
@@ -39,6 +43,7 @@ class EngineProcess:
         self._output = output
         self._on_end = on_end
         self._stopping = False
+        leftovers.note(log, process.pid)
         self._watch = asyncio.get_running_loop().create_task(self._follow())
 
     @classmethod
@@ -91,9 +96,20 @@ class EngineProcess:
                 await asyncio.wait_for(self._process.wait(), TERM_GRACE_S)
         self._signal(signal.SIGKILL)
         await self._process.wait()
+        await self._until_all_are_gone()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._watch), KILL_GRACE_S)
         self._watch.cancel()
+        leftovers.forget(self._path)
+
+    async def _until_all_are_gone(self) -> None:
+        """What was killed has its memory until it has ended, and that can take a while."""
+        end_s = time.monotonic() + KILL_GRACE_S
+        while leftovers.is_there(self.pid):
+            if time.monotonic() > end_s:
+                _log.error("%s: killed, and still there: process group %d", self.title, self.pid)
+                return
+            await asyncio.sleep(_POLL_S)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
