@@ -58,6 +58,21 @@ class TestWhatIsAllowed:
         config = parse_config(TWO + "api_keys: [long-enough, {key: env:KEY_OF_IT, models: [chat]}]")
         assert [key.models for key in config.api_keys] == [(), ("chat",)]
 
+    @pytest.mark.parametrize(
+        ("keys", "sleep"),
+        [
+            ({}, "host"),
+            ({"card": "cuda:0"}, "host"),
+            ({"card": "host:0"}, "kv"),
+            ({"card": "host:0", "elastic": False}, "stop"),
+            ({"engine": "sglang"}, "kv"),
+            ({"engine": "sglang", "elastic": False}, "host"),
+            ({"card": "host:0", "sleep": "never"}, "never"),
+        ],
+    )
+    def test_what_sleep_is_where_nothing_is_said(self, keys: dict[str, object], sleep: str) -> None:
+        assert parse_config(one(**keys)).models["chat"].sleeps == sleep
+
     def test_names_and_aliases(self) -> None:
         assert parse_config(one(aliases=["x", "y"])).names() == {"chat": "chat", "x": "chat", "y": "chat"}
 
@@ -84,6 +99,12 @@ class TestWhatIsAllowed:
         (one(address="http://h"), "models.chat: `address` is for remote"),
         (one(venv="/a", python="/b"), "models.chat: `venv` and `python` exclude"),
         (one(sleep="kv", elastic=False), "models.chat: `sleep: kv` gives an elastic"),
+        (one(sleep="host", card="host:0"), "models.chat: `sleep: host` cannot be: vLLM's sleep mode needs a GPU; write `kv` or `stop`"),
+        (
+            one(sleep="discard", card="host:0", elastic=False),
+            "models.chat: `sleep: discard` cannot be: vLLM's sleep mode needs a GPU; write `stop`",
+        ),
+        (one(sleep="discard", engine="sglang"), "models.chat: `sleep: discard` cannot be: SGLang's memory saver"),
         (one(ttl_s=0), "models.chat.ttl_s: input should be greater than 0"),
         (one(ttl_s="soon"), "models.chat.ttl_s: "),
         (one(pin="yes"), "models.chat.pin: input should be a valid boolean"),

@@ -71,7 +71,7 @@ class TestCommandLine:
         ).split()  # fmt: skip
 
     def test_of_sglang(self) -> None:
-        given = config_of(chat=model(engine="sglang", python="/p", sleep="host")).models["chat"]
+        given = config_of(chat=model(engine="sglang", python="/p", elastic=False)).models["chat"]
         assert command_of("chat", given, 5)[1:7] == [
             "-m",
             "sglang.launch_server",

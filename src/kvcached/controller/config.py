@@ -136,7 +136,7 @@ class Model(_Section):
 
     sleep: Literal["host", "discard", "kv", "stop", "never"] | None = None
     """what sleep is: weights kept in host memory; weights read again on wake-up; only the KV cache given back; the server ended;
-    none. default: host, for a remote: never"""
+    none. default: host where the engine can, else kv if elastic, else stop; for a remote: never"""
     sleep_mode: Literal["wait", "abort"] = "wait"
     """what an action to sleep does with open requests: let them end, or end them"""
     ttl_s: Duration | None = None
@@ -160,7 +160,11 @@ class Model(_Section):
     @property
     def sleeps(self) -> str:
         """`sleep` with its default."""
-        return self.sleep or ("never" if self.engine == "remote" else "host")
+        if self.sleep is not None:
+            return self.sleep
+        if self.engine == "remote":
+            return "never"
+        return "host" if not _why_weights_stay(self) else "kv" if self.elastic else "stop"
 
     @property
     def servers(self) -> int:
@@ -190,6 +194,17 @@ def _local_problem(model: Model) -> str:
         return "`venv` and `python` exclude each other"
     if model.sleep == "kv" and not model.elastic:
         return "`sleep: kv` gives an elastic KV cache back, and `elastic` is false"
+    reason = _why_weights_stay(model) if model.sleep in ("host", "discard") else ""
+    advice = "`kv` or `stop`" if model.elastic else "`stop`"
+    return f"`sleep: {model.sleep}` cannot be: {reason}; write {advice}" if reason else ""
+
+
+def _why_weights_stay(model: Model) -> str:
+    """Why the engine cannot let go of its weights while it runs; empty where it can."""
+    if model.engine == "vllm" and model.card is not None and model.card.startswith("host:"):
+        return "vLLM's sleep mode needs a GPU"
+    if model.engine == "sglang" and model.elastic:
+        return "SGLang's memory saver, which lets go of weights, excludes an elastic KV cache"
     return ""
 
 
