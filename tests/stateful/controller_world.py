@@ -28,6 +28,10 @@ class Engine:
     attempt: int | None = None
     open: set[int] = field(default_factory=set)
 
+    @property
+    def taken_bytes(self) -> int:
+        return self.spec.cost_bytes if self.awake else self.spec.rest_bytes if self.running else 0
+
 
 class World:
     """`faults`: how likely an operation fails."""
@@ -97,6 +101,7 @@ class World:
                         self.after(0.0, lambda ticket=ticket: self.leave(ticket))
                 case Removed(name):
                     assert not self.engines[name].running
+                    assert not self.engines[name].open
                 case Renewed(name):
                     assert not self.engines[name].running
                     assert not self.engines[name].open
@@ -169,7 +174,7 @@ class World:
     def check(self) -> None:
         awake = [engine for engine in self.engines.values() if engine.awake]
         for card, most in self.card_bytes.items():
-            assert sum(engine.spec.cost_bytes for engine in awake if engine.spec.card == card) <= most, "more than the card has"
+            assert sum(engine.taken_bytes for engine in self.engines.values() if engine.spec.card == card) <= most, "more than the card has"
         groups = [engine.spec.group for engine in awake if engine.spec.group is not None]
         assert len(groups) == len(set(groups)), "two of a group are awake"
         for name, model in self.fleet.models.items():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcached.controller.states import AT_REST, UNDER_WAY, Admit, Refuse, Spec, State, Why
+from kvcached.errors import Misuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +24,7 @@ SPECS = (
     Spec("chat", concurrency=4, queue=20, queue_timeout_s=600, ttl_s=300, card="cuda:0", cost_bytes=40, priority=5, wake_guess_s=2),
     Spec("code", concurrency=2, queue=5, queue_timeout_s=300, ttl_s=60, card="cuda:0", cost_bytes=50, wake_guess_s=20),
     Spec("large", concurrency=8, queue=50, queue_timeout_s=900, ttl_s=120, card="cuda:0", cost_bytes=80, wake_guess_s=40),
+    Spec("thin", ttl_s=100, queue_timeout_s=500, card="cuda:0", cost_bytes=30, rest_bytes=25, wake_guess_s=0.1),
     Spec("left", group="twins", ttl_s=200, queue_timeout_s=400, card="cuda:1", cost_bytes=30),
     Spec("right", group="twins", queue_timeout_s=400, card="cuda:1", cost_bytes=30, sleep_stops=True),
     Spec("kept", keep=True, pin=True, card="cuda:1", cost_bytes=20, ttl_s=10),
@@ -39,9 +41,14 @@ class FleetMachine(RuleBasedStateMachine):
         self.world = World(SPECS, seed, CARDS, faults, hold_s)
         self.tickets: list[int] = []
 
+    def stays(self, name: str) -> bool:
+        return name in self.world.fleet.models and not self.world.fleet.models[name].retiring
+
     @rule(name=st.sampled_from(NAMES), count=st.integers(1, 12))
     def ask(self, name: str, count: int) -> None:
-        self.tickets += [self.world.ask(name) for _ in range(count)]
+        for _ in range(count):
+            if name in self.world.fleet.models:
+                self.tickets.append(self.world.ask(name))
 
     @rule(pick=st.integers(0, 1000))
     def hang_up(self, pick: int) -> None:
@@ -50,15 +57,35 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES[:-1]), hurry=st.booleans())
     def sleep(self, name: str, hurry: bool) -> None:
-        self.world.perform(self.world.fleet.wish_sleep(name, self.world.now_s, hurry))
+        if name in self.world.fleet.models:
+            self.world.perform(self.world.fleet.wish_sleep(name, self.world.now_s, hurry))
 
     @rule(name=st.sampled_from(NAMES))
     def wake(self, name: str) -> None:
-        self.world.perform(self.world.fleet.wish_wake(name, self.world.now_s))
+        if self.stays(name):
+            self.world.perform(self.world.fleet.wish_wake(name, self.world.now_s))
 
     @rule(name=st.sampled_from(NAMES))
     def change(self, name: str) -> None:
-        self.world.perform(self.world.fleet.renew(self.world.fleet.models[name].spec, self.world.now_s))
+        if self.stays(name):
+            self.world.perform(self.world.fleet.renew(self.world.fleet.models[name].spec, self.world.now_s))
+
+    @rule(name=st.sampled_from(NAMES))
+    def retire(self, name: str) -> None:
+        if name in self.world.fleet.models:
+            self.world.perform(self.world.fleet.retire(name, self.world.now_s))
+
+    @rule(name=st.sampled_from(NAMES))
+    def add(self, name: str) -> None:
+        if name not in self.world.fleet.models:
+            self.world.perform(self.world.fleet.add(self.world.engines[name].spec, self.world.now_s))
+
+    @rule(name=st.sampled_from(NAMES))
+    def refuse_what_is_leaving(self, name: str) -> None:
+        if name in self.world.fleet.models and not self.stays(name):
+            for misuse in (self.world.fleet.add, self.world.fleet.renew):
+                with pytest.raises(Misuse):
+                    misuse(self.world.engines[name].spec, self.world.now_s)
 
     @rule(name=st.sampled_from(NAMES))
     def crash(self, name: str) -> None:
@@ -89,6 +116,7 @@ def come_to_rest(world: World) -> None:
     world.check()
     assert not world.fleet._owner, "a request waits for ever"
     for name, model in world.fleet.models.items():
+        assert not model.retiring, f"{name} never goes"
         assert model.state not in UNDER_WAY, f"{name} is stuck: {model.state.value}"
         assert model.state in (*AT_REST, State.READY), f"{name} is stuck: {model.state.value}"
         if model.spec.ttl_s is not None and model.sleeps_by_itself:

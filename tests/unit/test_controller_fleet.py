@@ -273,6 +273,46 @@ class TestRoom:
         assert [effect.name for effect in effects if isinstance(effect, Start)] == ["b"]
 
 
+THIN = Spec("thin", card="c", cost_bytes=30, rest_bytes=25)
+
+
+class TestWhatSleepKeeps:
+    def test_a_sleeper_whose_memory_is_needed_is_ended(self) -> None:
+        fleet = asleep(Fleet([THIN, replace(A, card="c", cost_bytes=80)], 0.0, {"c": 100}), "thin")
+        assert fleet.asked("a", 1.0)[1] == [Sleep("thin", 3, stop=True)]
+        assert fleet.done("thin", 3, 2.0) == [Start("a", 1)]
+        assert state(fleet, "thin") is State.STOPPED
+
+    def test_one_that_is_awake_ends_where_its_sleep_would_keep_too_much(self) -> None:
+        fleet = ready(Fleet([THIN, replace(A, card="c", cost_bytes=80)], 0.0, {"c": 100}), "thin")
+        assert fleet.asked("a", 9.0)[1] == [Sleep("thin", 2, stop=True)]
+
+    def test_it_only_sleeps_where_that_is_enough(self) -> None:
+        fleet = ready(Fleet([THIN, replace(A, card="c", cost_bytes=75)], 0.0, {"c": 100}), "thin")
+        assert fleet.asked("a", 9.0)[1] == [Sleep("thin", 2)]
+        assert fleet.done("thin", 2, 10.0) == [Start("a", 1)]
+        assert state(fleet, "thin") is State.ASLEEP
+
+    def test_it_ends_only_that_once(self) -> None:
+        fleet = ready(Fleet([THIN, replace(A, card="c", cost_bytes=80)], 0.0, {"c": 100}), "thin")
+        fleet.left(fleet.asked("a", 9.0)[0], 9.0)
+        fleet.done("thin", 2, 10.0)
+        assert ready(fleet, "thin", now_s=20.0).wish_sleep("thin", 30.0) == [Sleep("thin", 4)]
+
+    def test_one_that_is_asked_for_more_is_not_ended_for_a_lesser(self) -> None:
+        fleet = asleep(Fleet([replace(THIN, priority=1), replace(A, card="c", cost_bytes=80)], 0.0, {"c": 100}), "thin")
+        fleet.models["thin"].retry_at_s = 50.0
+        fleet.asked("thin", 1.0)
+        assert fleet.asked("a", 1.0)[1] == []
+
+    def test_it_costs_a_start_so_another_leaves_first(self) -> None:
+        specs = [THIN, replace(B, card="c", cost_bytes=30, wake_guess_s=20.0), replace(A, card="c", cost_bytes=70)]
+        fleet = Fleet(specs, 0.0, {"c": 100})
+        fleet.wish_wake("thin", 0.0)
+        fleet.done("thin", 1, 30.0)
+        assert ready(fleet, "b", now_s=30.0).asked("a", 39.0)[1] == [Sleep("b", 2)]
+
+
 class TestTheFile:
     def test_what_is_kept_is_started_at_once(self) -> None:
         assert Fleet([replace(A, keep=True), B], 0.0).begin(0.0) == [Start("a", 1)]

@@ -44,6 +44,7 @@ def spec_of(name: str, model: Model, config: ServeConfig) -> Spec:
         priority=model.priority,
         card=model.card or "",
         cost_bytes=cost_bytes(model, config),
+        rest_bytes=model.weights * model.replicas if model.sleeps == "kv" else 0,
         wake_guess_s=_WAKE_GUESS_S[model.sleeps],
     )
 

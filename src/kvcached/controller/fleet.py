@@ -193,13 +193,15 @@ class Fleet:
 
     def _fell_asleep(self, model: Model, now_s: float) -> None:
         ended = model.ending
-        model.failures = 0
+        model.failures, model.evicted = 0, False
         model.sleep_failures, model.retry_at_s, model.wants_sleep = 0, 0.0, False
         model.move(State.STOPPED if ended else State.ASLEEP, now_s)
 
     def _became_ready(self, model: Model, now_s: float) -> None:
         took_s = now_s - model.since_s
         known = model.wake_cost_s
+        if model.state is State.STARTING:
+            model.start_cost_s = took_s
         if model.state is State.WAKING or model.spec.sleep_stops:
             model.wake_cost_s = took_s if known is None else 0.7 * known + 0.3 * took_s
         model.wanted_since_s, model.retry_at_s, model.active_s = None, 0.0, now_s
@@ -227,9 +229,20 @@ class Fleet:
         """The bytes in the file were too few or none: the idle model that is soonest back leaves the card."""
         room = Room(list(self.models.values()), self.card_bytes, now_s, self._hold_s)
         idle = [other for other in room.movable(model) if not other.busy]
-        for victim in idle[:1]:
-            victim.move(State.DRAINING, now_s, f"makes room for {model.name}")
-        return [effect for victim in idle[:1] for effect in self._depart(victim, now_s)]
+        return [effect for victim in idle[:1] for effect in self._send_away(victim, model, True, now_s)]
+
+    def _send_away(self, victim: Model, model: Model, must_end: bool, now_s: float) -> list[Effect]:
+        reason = f"makes room for {model.name}"
+        if victim.state is State.ASLEEP:
+            return self._end_sleeper(victim, reason, now_s)
+        victim.evicted = must_end
+        victim.move(State.DRAINING, now_s, reason)
+        return self._depart(victim, now_s)
+
+    def _end_sleeper(self, model: Model, reason: str, now_s: float) -> list[Effect]:
+        model.move(State.GOING_TO_SLEEP, now_s, reason)
+        model.ending = True
+        return [Sleep(model.name, model.next_attempt(), stop=True)]
 
     def ended(self, name: str, reason: str, now_s: float) -> list[Effect]:
         """All its servers ended by themselves. Nothing, where that was asked for, or is reported as `failed`."""
@@ -256,7 +269,7 @@ class Fleet:
         awake_s = now_s - model.since_s if model.state is State.READY else 0.0
         model.failures = 1 if awake_s >= HEALTHY_S else model.failures + 1
         model.retry_at_s = now_s + self._pause_s(model.failures)
-        model.wants_sleep = False
+        model.wants_sleep = model.evicted = False
         if model.spec.keep and not model.retiring and model.wanted_since_s is None:
             model.wanted_since_s = now_s
         model.move(State.FAILED, now_s, reason)
@@ -351,9 +364,7 @@ class Fleet:
         if model.open or model.state not in AT_REST:
             return []
         if model.state is State.ASLEEP:
-            model.move(State.GOING_TO_SLEEP, now_s, "it was removed" if model.retiring else "it was changed")
-            model.ending = True
-            return [Sleep(model.name, model.next_attempt(), stop=True)]
+            return self._end_sleeper(model, "it was removed" if model.retiring else "it was changed", now_s)
         if model.renewal is not None:
             model.spec, model.renewal, model.failures, model.wake_cost_s = model.renewal, None, 0, None
             model.wanted_since_s = now_s if model.spec.keep else model.wanted_since_s
@@ -369,9 +380,9 @@ class Fleet:
             victims = room.place(model)
             if victims is not None and not victims:
                 effects.append(self._rouse(model, now_s))
+            must_end = bool(victims) and room.must_end(model, victims or ())
             for victim in victims or ():
-                victim.move(State.DRAINING, now_s, f"makes room for {model.name}")
-                effects += self._depart(victim, now_s)
+                effects += self._send_away(victim, model, must_end, now_s)
         return effects
 
     def _wanted(self, now_s: float) -> list[Model]:

@@ -37,19 +37,28 @@ class Room:
             self._claim(model)
         return victims or None
 
+    def must_end(self, model: Model, victims: Sequence[Model]) -> bool:
+        """Whether the sleep of those whom `place` named would keep memory that it needs, and has claimed."""
+        return self._short_bytes(model, [], [*victims, *self._going(model)]) > model.spec.cost_bytes
+
     def movable(self, model: Model) -> list[Model]:
         """Those of its card that may leave for it now, in the order in which they would."""
         on_card = [other for other in self._others(model) if other.spec.card == model.spec.card]
         return sorted((other for other in on_card if self.may_displace(model, other)), key=self.price)
 
     def _fits_now(self, model: Model) -> bool:
-        return not self._mates(model) and self._short_bytes(model, []) <= 0
+        return not self._mates(model) and self._short_bytes(model) <= 0
 
     def _others(self, model: Model) -> list[Model]:
-        return [other for other in self.models if other is not model and other.state in AWAKE]
+        """Awake, or asleep with memory."""
+        return [other for other in self.models if other is not model and (other.state in AWAKE or other.taken_bytes)]
 
     def _mates(self, model: Model) -> list[Model]:
-        return [other for other in self._others(model) if model.spec.group is not None and other.spec.group == model.spec.group]
+        awake = (other for other in self._others(model) if other.state in AWAKE)
+        return [other for other in awake if model.spec.group is not None and other.spec.group == model.spec.group]
+
+    def _going(self, model: Model) -> list[Model]:
+        return [other for other in self._others(model) if other.state in LEAVING]
 
     def _claim(self, model: Model) -> None:
         card = model.spec.card
@@ -59,21 +68,21 @@ class Room:
 
     def _victims(self, model: Model, soon: bool) -> list[Model] | None:
         """Its mates, and as few more as give the memory. None when that cannot be. `soon`: when all others have settled."""
-        going = [other for other in self._others(model) if other.state in LEAVING]
+        going = self._going(model)
         must = [mate for mate in self._mates(model) if mate not in going]
         if not all(self.may_displace(model, mate, soon) for mate in must):
             return None
         chosen = list(must)
         for candidate in self._candidates(model, [*must, *going], soon):
-            if self._short_bytes(model, [*chosen, *going]) <= 0:
+            if self._short_bytes(model, chosen, going) <= 0:
                 break
             chosen.append(candidate)
-        if self._short_bytes(model, [*chosen, *going]) > 0:
+        if self._short_bytes(model, chosen, going) > 0:
             return None
         return self._without_needless(model, chosen, must, going)
 
     def _candidates(self, model: Model, but: Sequence[Model], soon: bool) -> list[Model]:
-        on_card = [other for other in self._others(model) if other.spec.card == model.spec.card and other.spec.cost_bytes > 0]
+        on_card = [other for other in self._others(model) if other.spec.card == model.spec.card and other.taken_bytes > 0]
         return sorted((other for other in on_card if other not in but and self.may_displace(model, other, soon)), key=self.price)
 
     def _without_needless(self, model: Model, chosen: list[Model], must: list[Model], going: list[Model]) -> list[Model]:
@@ -81,20 +90,23 @@ class Room:
         kept = list(chosen)
         for candidate in [one for one in reversed(chosen) if one not in must]:
             without = [one for one in kept if one is not candidate]
-            if self._short_bytes(model, [*without, *going]) <= 0:
+            if self._short_bytes(model, without, going) <= 0:
                 kept = without
         return kept
 
-    def _short_bytes(self, model: Model, without: Sequence[Model]) -> int:
-        """What is missing on the card if those of `without` were gone; those that claimed before are taken as placed."""
+    def _short_bytes(self, model: Model, ended: Sequence[Model] = (), left: Sequence[Model] = ()) -> int:
+        """What is missing on the card if those had ended and these had left; those that claimed before are taken as placed."""
         card = model.spec.card
         if card not in self.card_bytes:
             return 0
-        used = sum(other.spec.cost_bytes for other in self._others(model) if other.spec.card == card and other not in without)
+        staying = (other for other in self._others(model) if other.spec.card == card and other not in ended)
+        used = sum(other.kept_bytes if other in left else other.taken_bytes for other in staying)
         return used + self._claimed_bytes.get(card, 0) + model.spec.cost_bytes - self.card_bytes[card]
 
     def may_displace(self, model: Model, other: Model, soon: bool = False) -> bool:
         """An idle one leaves for anybody; a busy one for whom it does not outrank, after it had `hold_s` to serve."""
+        if other.state is State.ASLEEP:
+            return other.spec.can_stop and (not other.busy or other.spec.priority <= model.spec.priority)
         if other.spec.pin or not other.spec.can_sleep or (other.state is not State.READY and not soon):
             return False
         if not other.busy:
@@ -104,4 +116,4 @@ class Room:
 
     def price(self, model: Model) -> tuple[bool, int, float, float]:
         """Order in which models leave: idle ones, unimportant ones, those that are soon back, those that were idle for long."""
-        return model.busy, model.spec.priority, model.bring_back_s, -model.idle_s(self.now_s)
+        return model.busy, model.spec.priority, model.price_s, -model.idle_s(self.now_s)

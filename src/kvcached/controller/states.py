@@ -32,6 +32,7 @@ LEAVING: Final = frozenset({State.DRAINING, State.GOING_TO_SLEEP})
 UNDER_WAY: Final = frozenset({State.STARTING, State.WAKING, State.GOING_TO_SLEEP})
 """The owner waits for one report."""
 
+_START_GUESS_S: Final = 60.0
 PATIENCE: Final = 3
 """After so many failures in a row requests are refused at once, and a model that does not fall asleep is ended."""
 
@@ -56,6 +57,8 @@ class Spec:
     priority: int = 0
     card: str = ""
     cost_bytes: int = 0
+    rest_bytes: int = 0
+    """what of that it goes on taking while it is asleep"""
     wake_guess_s: float = 10.0
     """how long a wake-up takes, until one was seen"""
 
@@ -170,6 +173,9 @@ class Model:
     """not started, woken or put to sleep by itself before"""
     reason: str = ""
     wake_cost_s: float | None = None
+    start_cost_s: float | None = None
+    evicted: bool = False
+    """it leaves for its memory: where sleep would keep some of that, its server ends"""
 
     @property
     def name(self) -> str:
@@ -189,6 +195,24 @@ class Model:
         return self.spec.wake_guess_s if self.wake_cost_s is None else self.wake_cost_s
 
     @property
+    def taken_bytes(self) -> int:
+        """What it takes of its card now."""
+        return self.spec.cost_bytes if self.state in AWAKE else self.spec.rest_bytes if self.state is State.ASLEEP else 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """What it will take when it has left."""
+        ends = self.ending if self.state is State.GOING_TO_SLEEP else self.leaves_by_ending
+        return 0 if ends else self.spec.rest_bytes
+
+    @property
+    def price_s(self) -> float:
+        """How long it would take to have it awake again after it left for its memory."""
+        if not self.spec.rest_bytes:
+            return self.bring_back_s
+        return _START_GUESS_S if self.start_cost_s is None else self.start_cost_s
+
+    @property
     def deadline_s(self) -> float | None:
         """Of the request that waits longest."""
         return next(iter(self.waiting.values()), None)
@@ -196,9 +220,9 @@ class Model:
     @property
     def leaves_by_ending(self) -> bool:
         """Whether its server ends when it leaves: it is to be so, or its sleep does not work."""
-        return (
-            self.retiring or self.renewal is not None or self.spec.sleep_stops or (self.sleep_failures >= PATIENCE and self.spec.can_stop)
-        )
+        cannot_sleep = self.sleep_failures >= PATIENCE and self.spec.can_stop
+        evicted = self.evicted and self.spec.rest_bytes > 0
+        return self.retiring or self.renewal is not None or self.spec.sleep_stops or cannot_sleep or evicted
 
     @property
     def sleeps_by_itself(self) -> bool:
