@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors as clients of the OpenAI API expect them."""
+"""Errors as clients of the OpenAI API expect them, and those of Anthropic's under its path."""
 
 from __future__ import annotations
 
@@ -20,6 +20,22 @@ _TYPES: Final = {
 }
 
 
+_ANTHROPIC_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_ANTHROPIC_PATH: Final = "/v1/messages"
+
+
+def is_anthropic(path: str) -> bool:
+    return path == _ANTHROPIC_PATH or path.startswith(_ANTHROPIC_PATH + "/")
+
+
 class ApiError(Exception):
     """What a client is told. `retry_after_s`: None when it makes no sense to ask again."""
 
@@ -31,9 +47,17 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
         self.param = param
 
-    def body(self) -> bytes:
+    def body(self, path: str) -> bytes:
+        """For a request to `path`."""
+        if is_anthropic(path):
+            kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+            return json.dumps({"type": "error", "error": {"type": kind, "message": self.message}}).encode()
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return json.dumps({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}).encode()
+
+    def event(self, path: str) -> bytes:
+        """The last event of a stream that was asked for at `path`. It begins with a new line: the stream may be in the middle of one."""
+        return b"\n\n" + error_event(self.body(path), path)
 
     def headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json"}
@@ -42,6 +66,12 @@ class ApiError(Exception):
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return headers
+
+
+def error_event(body: bytes, path: str) -> bytes:
+    """`body`: one line of JSON."""
+    name = b"event: error\n" if is_anthropic(path) else b""
+    return name + b"data: " + body + b"\n\n"
 
 
 def refused(refusal: Refuse) -> ApiError:

@@ -133,6 +133,8 @@ class Model(_Section):
     """requests that may wait; one more is answered with 429"""
     queue_timeout_s: Duration = 300.0
     """a request that has waited so long is answered with 503"""
+    keep_alive_s: Duration | None = None
+    """a stream that waits gets a comment so often, and an error as an event; default: none, and an error has its status"""
 
     sleep: Literal["host", "discard", "kv", "stop", "never"] | None = None
     """what sleep is: weights kept in host memory; weights read again on wake-up; only the KV cache given back; the server ended;

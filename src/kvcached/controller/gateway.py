@@ -13,7 +13,8 @@ from aiohttp import web
 
 from kvcached.controller.api_errors import ApiError, no_such_model
 from kvcached.controller.manage import Management
-from kvcached.controller.proxy import Call, ClientGone, Proxy
+from kvcached.controller.proxy import Call, Proxy
+from kvcached.controller.reply import ClientGone
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -75,11 +76,12 @@ class Gateway:
         try:
             return await handler(request)
         except ApiError as error:
-            return _answer(error)
+            return _answer(error, request.path)
         except ClientGone:
             return web.Response(status=499)
         except web.HTTPException as error:
-            return _answer(ApiError(error.status, error.text or error.reason, error.reason.lower().replace(" ", "_")))
+            said = ApiError(error.status, error.text or error.reason, error.reason.lower().replace(" ", "_"))
+            return _answer(said, request.path)
 
     # ------------------------------------------------------------------ models
 
@@ -133,11 +135,13 @@ class Gateway:
         upstream = self._config.models[name].upstream_name(name)
         if given is not None and given.get("model", upstream) != upstream:
             body = json.dumps({**given, "model": upstream}, ensure_ascii=False).encode()
-        return await self._relay(request, name, request.raw_path, body)
+        streams = given is not None and given.get("stream") is True
+        return await self._relay(request, name, request.raw_path, body, streams)
 
-    async def _relay(self, request: web.Request, name: str, path: str, body: bytes) -> web.StreamResponse:
+    async def _relay(self, request: web.Request, name: str, path: str, body: bytes, streams: bool = False) -> web.StreamResponse:
         credentials = self._access.upstream_headers(name, request.headers)
-        return await self._proxy.relay(request, Call(name, request.method, path, body, credentials))
+        keep_alive_s = self._config.models[name].keep_alive_s if streams and name in self._config.models else None
+        return await self._proxy.relay(request, Call(name, request.method, path, body, credentials, keep_alive_s))
 
     def _named_model(self, request: web.Request, body: bytes) -> tuple[str, dict[str, Any] | None]:
         """The name that a body has, and the body if it is JSON. With one model only, none is needed. Raises `ApiError` 400."""
@@ -166,5 +170,5 @@ def _json_object(body: bytes) -> dict[str, Any]:
     return given
 
 
-def _answer(error: ApiError) -> web.Response:
-    return web.Response(status=error.status, body=error.body(), headers=error.headers())
+def _answer(error: ApiError, path: str) -> web.Response:
+    return web.Response(status=error.status, body=error.body(path), headers=error.headers())

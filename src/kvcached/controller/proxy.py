@@ -15,6 +15,7 @@ from yarl import URL
 
 from kvcached.controller.api_errors import ApiError
 from kvcached.controller.backends import least_loaded
+from kvcached.controller.reply import HOP_BY_HOP, ClientGone, Reply, is_event_stream
 from kvcached.controller.traffic import Finished
 from kvcached.controller.usage import Meter
 
@@ -27,36 +28,23 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvcached.controller")
 TRIES: Final = 5
 FIRST_PAUSE_S: Final = 0.05
-_HOP_BY_HOP: Final = frozenset(
-    {
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-        "proxy-connection",
-    }
-)
-_NOT_FORWARDED: Final = _HOP_BY_HOP | {"host", "content-length", "content-encoding", "authorization", "x-api-key", "expect"}
+_NOT_FORWARDED: Final = HOP_BY_HOP | {"host", "content-length", "content-encoding", "authorization", "x-api-key", "expect"}
 _LOST: Final = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A client's request, ready to be sent. `authorization`: headers that the model's server gets as credentials."""
+    """A client's request, ready to be sent.
+
+    `authorization`: headers that the model's server gets as credentials. `keep_alive_s`: see `Reply`.
+    """
 
     model: str
     method: str
     path_and_query: str
     body: bytes
     authorization: Mapping[str, str]
-
-
-class ClientGone(Exception):
-    """The client hung up; there is nobody to tell anything."""
+    keep_alive_s: float | None = None
 
 
 class _NothingSent(Exception):
@@ -74,17 +62,20 @@ class Proxy:
         """The server's answer, whatever its status. Raises `ApiError` when there is none."""
         trip = _Trip(self._owner, call)
         try:
-            response = await self._try(request, call, trip)
+            async with Reply(request, call.keep_alive_s) as reply:
+                response = await self._try(reply, call, trip)
         except ApiError as error:
             trip.end(ok=False, refused=error.status in (404, 429, 503) and trip.replica is None)
-            raise
+            if reply.begun is None:
+                raise
+            return await reply.fail(error)
         except BaseException:  # the client went away, or a bug: counted, and passed on
             trip.end(ok=False)
             raise
         trip.end(ok=response.status < 500 and trip.complete)
         return response
 
-    async def _try(self, request: web.Request, call: Call, trip: _Trip) -> web.StreamResponse:
+    async def _try(self, reply: Reply, call: Call, trip: _Trip) -> web.StreamResponse:
         reason = ""
         for tried in range(TRIES):
             if tried:
@@ -95,7 +86,7 @@ class Proxy:
                     reason = "no server of it is up"
                     continue
                 try:
-                    return await self._exchange(request, call, trip, trip.replica)
+                    return await self._exchange(reply, call, trip, trip.replica)
                 except _NothingSent as error:
                     reason = str(error)
                     await self._look_at(call.model, trip.replica, reason)
@@ -106,12 +97,12 @@ class Proxy:
         if await backend.is_gone(replica) and least_loaded(backend.replicas) is None:
             self._owner.ended(name, reason)
 
-    async def _exchange(self, request: web.Request, call: Call, trip: _Trip, replica: Replica) -> web.StreamResponse:
+    async def _exchange(self, reply: Reply, call: Call, trip: _Trip, replica: Replica) -> web.StreamResponse:
         token = object()
         replica.open.add(token)
         try:
-            async with self._send(request, call, replica) as upstream:
-                return await self._answer(request, upstream, trip)
+            async with self._send(reply.request, call, replica) as upstream:
+                return await self._answer(reply, upstream, trip)
         except _LOST as error:
             raise _NothingSent(f"{replica.address}: {error or type(error).__name__}") from error
         finally:
@@ -127,30 +118,32 @@ class Proxy:
             call.method, url, headers=headers, data=call.body or None, allow_redirects=False, skip_auto_headers=skipped
         )
 
-    async def _answer(self, request: web.Request, upstream: aiohttp.ClientResponse, trip: _Trip) -> web.StreamResponse:
-        """Nothing goes to the client before the first bytes of the body are there: until then another server can answer."""
+    async def _answer(self, reply: Reply, upstream: aiohttp.ClientResponse, trip: _Trip) -> web.StreamResponse:
+        """Nothing of an answer goes to the client before the first bytes of its body are there: until then another server can answer."""
         chunk = await upstream.content.readany()
-        response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=answer_headers(upstream))
         trip.first_byte()
+        if await reply.hush() and not (upstream.status == 200 and is_event_stream(upstream)):
+            trip.complete = upstream.status < 500
+            return await reply.fail(chunk + await upstream.content.read())
         try:
-            await response.prepare(request)
+            response = await reply.begin(upstream)
             while chunk:
                 trip.meter.feed(chunk)
                 await response.write(chunk)
-                chunk = await self._next(upstream, response, request, trip)
+                chunk = await self._next(upstream, reply, trip)
             await response.write_eof()
         except ConnectionError as error:  # of the client: aiohttp says so from write()
             raise ClientGone from error
         trip.complete = not trip.broke
         return response
 
-    async def _next(self, upstream: aiohttp.ClientResponse, response: web.StreamResponse, request: web.Request, trip: _Trip) -> bytes:
+    async def _next(self, upstream: aiohttp.ClientResponse, reply: Reply, trip: _Trip) -> bytes:
         try:
             return await upstream.content.readany()
         except _LOST as error:
             trip.broke = True
             _log.warning("%s was lost in the middle of an answer: %s", upstream.url.origin(), error or type(error).__name__)
-            await _tell_that_it_broke(upstream, response, request)
+            await reply.break_off(upstream)
             return b""
 
 
@@ -158,19 +151,6 @@ def dropped(request: web.Request) -> frozenset[str]:
     """Names of headers that end here: those of the connection, and what the connection says to be its own."""
     named = request.headers.get("Connection", "")
     return _NOT_FORWARDED | {name.strip().lower() for name in named.split(",")}
-
-
-def answer_headers(upstream: aiohttp.ClientResponse) -> CIMultiDict[str]:
-    return CIMultiDict((name, value) for name, value in upstream.headers.items() if name.lower() not in _HOP_BY_HOP)
-
-
-async def _tell_that_it_broke(upstream: aiohttp.ClientResponse, response: web.StreamResponse, request: web.Request) -> None:
-    """An event stream ends with an error event; any other body is cut, so that nobody takes it for whole."""
-    if upstream.content_type == "text/event-stream":
-        error = ApiError(502, "the model's server was lost in the middle of the answer", "upstream_lost")
-        await response.write(b"\n\ndata: " + error.body() + b"\n\n")
-    elif request.transport is not None:
-        request.transport.abort()
 
 
 class _Trip:

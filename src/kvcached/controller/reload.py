@@ -21,7 +21,20 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcached.controller")
 _NO_NEW_SERVER: Final = frozenset(
-    {"aliases", "upstream_key", "concurrency", "queue", "queue_timeout_s", "sleep_mode", "ttl_s", "pin", "preload", "group", "priority"}
+    {
+        "aliases",
+        "upstream_key",
+        "concurrency",
+        "queue",
+        "queue_timeout_s",
+        "keep_alive_s",
+        "sleep_mode",
+        "ttl_s",
+        "pin",
+        "preload",
+        "group",
+        "priority",
+    }
 )
 """Keys of a model that its servers do not have to know."""
 
