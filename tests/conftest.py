@@ -12,7 +12,17 @@ settings.load_profile("any-machine")
 
 # Those of one group run one after another in one process. The longest first, so that both processes are busy to the end.
 LONGEST_GROUPS = (
-    *("0.5.23", "two_engines", "demo", "test_vllm_serve", "test_sglang_ranks", "test_vllm_ranks", "both_engines", "sglang_crowd"),
+    *(
+        "0.5.23",
+        "two_engines",
+        "demo",
+        "test_vllm_serve",
+        "test_sglang_ranks",
+        "test_vllm_ranks",
+        "both_engines",
+        "gateway",
+        "sglang_crowd",
+    ),
     *("0.32.0", "test_sglang_serve"),
 )
 

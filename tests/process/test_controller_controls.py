@@ -14,6 +14,7 @@ import kvcached
 from kvcached.controller.backends import BackendFailed
 from kvcached.controller.controls import EngineControls, KvMemory, SglangControls, VllmControls
 from kvcached.runtime.endpoint import endpoint_path
+from kvcached.setting_types import Amount
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,8 +85,8 @@ def test_a_real_pool_gives_back_all_that_nobody_uses_and_obeys_a_limit(tmp_path:
         pool.give(pool.take(300))
         assert pool.stats().held_bytes > 0
         assert asyncio.run(memory.give_back()) == 0
-        asyncio.run(memory.limit(4 << 20))
-        assert pool.stats().limit_bytes == 4 << 20
+        assert asyncio.run(memory.limit(Amount.parse("4MiB"))) == pool.stats().limit_bytes == 4 << 20
+        assert asyncio.run(memory.limit(Amount.parse("50%"))) == pool.stats().limit_bytes == 32 << 20
 
 
 def test_a_pool_that_is_not_there(tmp_path: Path) -> None:

@@ -137,6 +137,11 @@ def test_a_mistake_is_told_by_its_key(text: str, begin: str) -> None:
     assert str(caught.value).startswith(begin)
 
 
+@pytest.mark.parametrize("text", re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "docs" / "gateway.md").read_text(), re.MULTILINE | re.DOTALL))
+def test_what_the_manual_shows_has_no_mistake(text: str) -> None:
+    assert parse_config(text).models
+
+
 def test_every_mistake_is_told_at_once() -> None:
     with pytest.raises(SettingError, match=r"models\.chat\.queue: .*; models\.chat\.pin: "):
         parse_config(one(pin=3, queue=-1))

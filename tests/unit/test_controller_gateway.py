@@ -347,7 +347,15 @@ class TestSleep:
     def test_what_cannot_be_is_said(self) -> None:
         async def scene() -> None:
             async with stage() as it:
-                for path, status in (("/action/sleep/chat", 409), ("/action/sleep/none", 404), ("/action/wakeup/chat?wait_s=x", 400)):
+                for path, status in (
+                    ("/action/sleep/chat", 409),
+                    ("/action/sleep/none", 404),
+                    ("/action/wakeup/chat?wait_s=x", 400),
+                    ("/action/limit/chat?limit=1GiB", 409),
+                    ("/action/limit/chat?limit=much", 400),
+                    ("/action/limit/chat", 400),
+                    ("/action/limit/none?limit=1GiB", 404),
+                ):
                     assert (await it.post(path))[0] == status
                 assert (await it.post("/action/wakeup/chat?wait_s=5"))[0] == 200
 

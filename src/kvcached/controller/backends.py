@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import aiohttp
 
+from kvcached.controller.choice import Replica
+from kvcached.controller.fleet import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from kvcached.errors import KVCachedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcached.controller.controls import EngineControls
+    from kvcached.setting_types import Amount
 
 PROBE_TIMEOUT_S = 5.0
 
@@ -26,15 +28,6 @@ class BackendFailed(KVCachedError):
         super().__init__(reason)
         self.reason = reason
         self.no_memory = no_memory
-
-
-@dataclass(slots=True, eq=False)
-class Replica:
-    """One server. `open`: requests that it works on for us."""
-
-    address: str
-    up: bool = True
-    open: set[object] = field(default_factory=set)
 
 
 class Backend(Protocol):
@@ -54,14 +47,13 @@ class Backend(Protocol):
 
     async def stop(self) -> None: ...
 
+    async def limit_kv(self, limit: Amount) -> list[int]:
+        """Most KV memory that each server may hold from now on. Returns the bytes in force; the KV cache may not be ours."""
+        ...
+
     async def is_gone(self, replica: Replica) -> bool:
         """After a request failed there: whether the server is no more. False too when it cannot be known."""
         ...
-
-
-def least_loaded(replicas: Sequence[Replica]) -> Replica | None:
-    """None when no server is up."""
-    return min((replica for replica in replicas if replica.up), key=lambda replica: len(replica.open), default=None)
 
 
 class RemoteBackend:
@@ -72,13 +64,18 @@ class RemoteBackend:
         self._session = session
         self._controls = controls
         self._timeout_s = timeout_s
+        self._searches: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
         """At least one answers."""
+        await self.stop()
         for replica, up in zip(self.replicas, await asyncio.gather(*map(self._answers, self.replicas)), strict=True):
             replica.up = up
         if not any(replica.up for replica in self.replicas):
             raise BackendFailed(f"nobody answers at {', '.join(replica.address for replica in self.replicas)}")
+        for replica in self.replicas:
+            if not replica.up:
+                self._look_for(replica)
 
     async def wake(self) -> None:
         if self._controls is not None:
@@ -89,11 +86,32 @@ class RemoteBackend:
             await asyncio.wait_for(self._each(self._controls.sleep), self._timeout_s)
 
     async def stop(self) -> None:
-        """They are not ours."""
+        """They are not ours, but nobody looks for them any more."""
+        for task in self._searches.values():
+            task.cancel()
+        await asyncio.gather(*self._searches.values(), return_exceptions=True)
+        self._searches.clear()
+
+    async def limit_kv(self, limit: Amount) -> list[int]:
+        raise BackendFailed("its memory is somebody else's")
 
     async def is_gone(self, replica: Replica) -> bool:
         replica.up = await self._answers(replica)
+        if not replica.up:
+            self._look_for(replica)
         return not replica.up
+
+    def _look_for(self, replica: Replica) -> None:
+        if replica.address not in self._searches or self._searches[replica.address].done():
+            self._searches[replica.address] = asyncio.get_running_loop().create_task(self._search(replica))
+
+    async def _search(self, replica: Replica) -> None:
+        """Until it answers."""
+        pause_s = FIRST_PAUSE_S
+        while not replica.up:
+            await asyncio.sleep(pause_s)
+            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+            replica.up = await self._answers(replica)
 
     async def _each(self, call: object) -> None:
         assert callable(call)

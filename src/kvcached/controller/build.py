@@ -89,7 +89,7 @@ def _controls(model: Model, session: aiohttp.ClientSession) -> EngineControls | 
 
 
 def _kv_memory(name: str, model: Model, environ: Mapping[str, str]) -> list[KvMemory]:
-    if model.sleeps != "kv":
+    if not model.elastic:
         return []
     run_dir = load_settings(environment_of(name, model, 0, environ)).run_dir
     return [KvMemory(endpoint_path(run_dir, instance_name(name, replica))) for replica in range(model.replicas)]

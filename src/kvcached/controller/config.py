@@ -127,6 +127,9 @@ class Model(_Section):
 
     replicas: Annotated[int, Field(ge=1, le=64)] = 1
     """servers of this model; a request goes to the one with the fewest"""
+    affinity: Literal["none", "session", "prefix"] = "none"
+    """requests that go to the same of several servers: those of a session (`X-Session-ID`, `prompt_cache_key`, `user`), or that begin
+    alike"""
     concurrency: Annotated[int, Field(ge=1, le=100_000)] = 256
     """requests that one replica works on at once"""
     queue: Annotated[int, Field(ge=0, le=1_000_000)] = 1024

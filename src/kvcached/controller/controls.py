@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from kvcached.setting_types import Amount
+
 _NO_MEMORY: Final = ("out of memory", "outofmemory", "no available memory", "not enough memory")
 
 
@@ -85,21 +87,23 @@ class KvMemory:
         """Cached blocks and parked pages go. Returns the bytes that the pool still holds."""
         return await asyncio.to_thread(self._give_back)
 
-    async def limit(self, limit_bytes: int) -> None:
-        await asyncio.to_thread(self._limit, limit_bytes)
+    async def limit(self, limit: Amount) -> int:
+        """A share is of the card's budget. Returns the bytes that are in force; what is above them goes as it falls free."""
+        return await asyncio.to_thread(self._limit, limit)
 
     def _give_back(self) -> int:
         try:
-            self._client.evict(self._client.status().cached_bytes)
+            self._client.evict(self._client.status().held_bytes)  # not `cached_bytes`: SGLang's tree counts what it caches as owned
             self._client.trim()
             return self._client.status().held_bytes
         except PeerError as error:
             raise BackendFailed(str(error)) from error
 
-    def _limit(self, limit_bytes: int) -> None:
+    def _limit(self, limit: Amount) -> int:
         try:
-            answer = self._client.limit(limit_bytes)
+            answer = self._client.limit(limit.of(self._client.status().budget_bytes))
         except PeerError as error:
             raise BackendFailed(str(error)) from error
         if answer.outcome == "rejected":
             raise BackendFailed(answer.reason)
+        return answer.in_force_bytes

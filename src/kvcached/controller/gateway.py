@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiohttp import web
 
 from kvcached.controller.api_errors import ApiError, no_such_model
+from kvcached.controller.choice import key_of
 from kvcached.controller.manage import Management
 from kvcached.controller.proxy import Call, Proxy
 from kvcached.controller.reply import ClientGone
@@ -135,13 +136,16 @@ class Gateway:
         upstream = self._config.models[name].upstream_name(name)
         if given is not None and given.get("model", upstream) != upstream:
             body = json.dumps({**given, "model": upstream}, ensure_ascii=False).encode()
-        streams = given is not None and given.get("stream") is True
-        return await self._relay(request, name, request.raw_path, body, streams)
+        return await self._relay(request, name, request.raw_path, body, given)
 
-    async def _relay(self, request: web.Request, name: str, path: str, body: bytes, streams: bool = False) -> web.StreamResponse:
+    async def _relay(
+        self, request: web.Request, name: str, path: str, body: bytes, given: dict[str, Any] | None = None
+    ) -> web.StreamResponse:
         credentials = self._access.upstream_headers(name, request.headers)
-        keep_alive_s = self._config.models[name].keep_alive_s if streams and name in self._config.models else None
-        return await self._proxy.relay(request, Call(name, request.method, path, body, credentials, keep_alive_s))
+        model = self._config.models[name]
+        keep_alive_s = model.keep_alive_s if given is not None and given.get("stream") is True else None
+        key = key_of(model.affinity, request.headers, given) if model.servers > 1 else ""
+        return await self._proxy.relay(request, Call(name, request.method, path, body, credentials, keep_alive_s, key))
 
     def _named_model(self, request: web.Request, body: bytes) -> tuple[str, dict[str, Any] | None]:
         """The name that a body has, and the body if it is JSON. With one model only, none is needed. Raises `ApiError` 400."""

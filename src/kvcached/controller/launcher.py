@@ -7,7 +7,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
-from kvcached.controller.backends import BackendFailed, Replica, answers
+from kvcached.controller.backends import BackendFailed, answers
+from kvcached.controller.choice import Replica
 from kvcached.controller.engine_command import command_of, environment_of
 from kvcached.controller.fleet import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from kvcached.controller.process import EngineProcess, free_port
@@ -20,13 +21,14 @@ if TYPE_CHECKING:
 
     from kvcached.controller.config import Model
     from kvcached.controller.controls import EngineControls, KvMemory
+    from kvcached.setting_types import Amount
 
 _log = logging.getLogger("kvcached.controller")
 POLL_S: Final = 0.2
 
 
 class EngineBackend:
-    """`controls`: for sleep that the engine does itself; `kv_memory`: by replica, for sleep that only gives the KV cache back.
+    """`controls`: for sleep that the engine does itself; `kv_memory`: of each replica, if it is elastic.
 
     `on_ended(reason)`: told when the last of its servers ended by itself. One that ended while others run is started again here,
     after a pause that doubles.
@@ -87,6 +89,8 @@ class EngineBackend:
         environment = environment_of(self._name, self._model, number, self._environ)
         log = self._log_dir / f"{title.replace('/', '-')}.log"
         process = await EngineProcess.launch(title, command, environment, log, lambda code: self._ended(replica, code))
+        _log.info("%s: started as process %d", title, process.pid)
+        replica.pid = process.pid
         self._processes[replica.address] = process
         self._replicas[number : number + 1] = [replica]
 
@@ -157,11 +161,19 @@ class EngineBackend:
 
     async def _sleep(self) -> None:
         await self._end_revivals()
-        for replica, memory in zip(self._replicas, self._kv_memory, strict=False):  # no memory: the engine does all by itself
-            if replica.up:
+        if self._model.sleeps == "kv":
+            for memory in self._memory_of_those_up():
                 await memory.give_back()
         if self._controls is not None:
             await asyncio.gather(*(self._controls.sleep(replica.address) for replica in self._replicas if replica.up))
+
+    def _memory_of_those_up(self) -> list[KvMemory]:
+        return [memory for replica, memory in zip(self._replicas, self._kv_memory, strict=False) if replica.up]
+
+    async def limit_kv(self, limit: Amount) -> list[int]:
+        if not (memories := self._memory_of_those_up()):
+            raise BackendFailed("it has no elastic KV cache now: " + ("no server of it is up" if self._kv_memory else "`elastic` is false"))
+        return [await memory.limit(limit) for memory in memories]
 
     async def wake(self) -> None:
         try:

@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from kvcached.controller.api_errors import ApiError, no_such_model
+from kvcached.controller.backends import BackendFailed
+from kvcached.controller.metrics import exposition
 from kvcached.controller.placement import Room
 from kvcached.controller.states import AT_REST, Model, State
 from kvcached.controller.traffic import idle_models
 from kvcached.errors import Misuse
+from kvcached.setting_types import Amount
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvcached.controller.choice import Replica
     from kvcached.controller.config import ServeConfig
     from kvcached.controller.owner import Owner
 
@@ -36,11 +40,13 @@ class Management:
             web.get("/health", self._health),
             web.get("/health/{model:.+}", self._health_of),
             web.get("/traffic", self._traffic),
+            web.get("/metrics", self._metrics),
             web.get("/models/idle", self._idle),
             web.get("/sleep/status", self._sleep_status),
             web.get("/sleep/candidates", self._candidates),
             web.post("/action/sleep/{model:.+}", self._sleep),
             web.post("/action/wakeup/{model:.+}", self._wake),
+            web.post("/action/limit/{model:.+}", self._limit),
         ]
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -67,6 +73,12 @@ class Management:
         now_s = self._owner.now_s
         facts = {name: {**self._owner.traffic[name].to_json(now_s), **_load(model)} for name, model in self._models().items()}
         return web.json_response({"models": facts})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        """For Prometheus."""
+        self._allow(request)
+        body, content_type = exposition(self._owner)
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _idle(self, request: web.Request) -> web.Response:
         """`?idle_s=60`: those that were idle for so long."""
@@ -101,6 +113,17 @@ class Management:
         model = self._model(request)
         return await self._act(request, model, lambda: self._owner.wake(model.name), frozenset({State.READY}))
 
+    async def _limit(self, request: web.Request) -> web.Response:
+        """`?limit=20GiB`, or `40%` of the card's budget: most KV memory of each of its servers, until that is started again."""
+        self._allow(request)
+        model = self._model(request)
+        limit = _amount(request, "limit")
+        try:
+            in_force = await self._owner.backends[model.name].limit_kv(limit)
+        except BackendFailed as error:
+            raise ApiError(409, str(error), "not_possible") from None
+        return web.json_response({"model": model.name, "limit_bytes": in_force})
+
     async def _act(self, request: web.Request, model: Model, action: Callable[[], None], wanted: frozenset[State]) -> web.Response:
         wait_s = _seconds(request, "wait_s", 0.0)
         try:
@@ -132,12 +155,25 @@ class Management:
             "reason": model.reason,
             "failures": model.failures,
             "bring_back_s": round(model.bring_back_s, 3),
+            "servers": [_server(replica) for replica in self._owner.backends[model.name].replicas],
             **_load(model),
         }
 
 
+def _server(replica: Replica) -> dict[str, Any]:
+    """`pid`: of the process group's leader; null for a server that somebody else runs."""
+    return {"address": replica.address, "up": replica.up, "open": len(replica.open), "pid": replica.pid}
+
+
 def _load(model: Model) -> dict[str, int]:
     return {"open": len(model.open), "waiting": len(model.waiting)}
+
+
+def _amount(request: web.Request, name: str) -> Amount:
+    try:
+        return Amount.parse(request.query.get(name, ""))
+    except ValueError as error:
+        raise ApiError(400, f"`{name}`: {error}", "invalid_size", param=name) from None
 
 
 def _seconds(request: web.Request, name: str, default: float) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from kvcached.controller.api_errors import ApiError, no_such_model, refused
@@ -39,6 +40,8 @@ class Owner:
         self.fleet = Fleet(specs.values(), self.now_s, card_bytes, hold_s)
         self.backends = dict(backends)
         self.traffic = {name: Traffic(self.now_s) for name in specs}
+        self.operations: Counter[tuple[str, str, bool]] = Counter()
+        """by model and what was done (start, wake up, sleep, end): how often it succeeded, and failed"""
         self._grace_s = grace_s
         self._tickets: dict[int, asyncio.Future[None]] = {}
         self._holders: dict[int, asyncio.Task[object]] = {}
@@ -168,9 +171,11 @@ class Owner:
         except (BackendFailed, OSError, asyncio.TimeoutError) as error:
             reason = str(error) or type(error).__name__
             _log.warning("%s: could not %s: %s", name, what, reason)
+            self.operations[name, what, False] += 1
             no_memory = isinstance(error, BackendFailed) and error.no_memory
             self.perform(self.fleet.failed(name, attempt, reason, self.now_s, no_memory))
         else:
+            self.operations[name, what, True] += 1
             _log.info("%s: %s took %.2f s", name, what, self.now_s - start_s)
             self.perform(self.fleet.done(name, attempt, self.now_s))
 

@@ -14,7 +14,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from kvcached.controller.api_errors import ApiError
-from kvcached.controller.backends import least_loaded
+from kvcached.controller.choice import choose, failed, tried, worked
 from kvcached.controller.reply import HOP_BY_HOP, ClientGone, Reply, is_event_stream
 from kvcached.controller.traffic import Finished
 from kvcached.controller.usage import Meter
@@ -22,10 +22,12 @@ from kvcached.controller.usage import Meter
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvcached.controller.backends import Replica
+    from kvcached.controller.choice import Replica
     from kvcached.controller.owner import Owner
 
 _log = logging.getLogger("kvcached.controller")
+_UNABLE: Final = frozenset({502, 503, 504})
+"""What a server says that lost what is behind it, or has too much to do."""
 TRIES: Final = 5
 FIRST_PAUSE_S: Final = 0.05
 _NOT_FORWARDED: Final = HOP_BY_HOP | {"host", "content-length", "content-encoding", "authorization", "x-api-key", "expect"}
@@ -36,7 +38,7 @@ _LOST: Final = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 class Call:
     """A client's request, ready to be sent.
 
-    `authorization`: headers that the model's server gets as credentials. `keep_alive_s`: see `Reply`.
+    `authorization`: headers that the model's server gets as credentials. `keep_alive_s`: see `Reply`. `key`: see `choose`.
     """
 
     model: str
@@ -45,6 +47,7 @@ class Call:
     body: bytes
     authorization: Mapping[str, str]
     keep_alive_s: float | None = None
+    key: str = ""
 
 
 class _NothingSent(Exception):
@@ -77,11 +80,11 @@ class Proxy:
 
     async def _try(self, reply: Reply, call: Call, trip: _Trip) -> web.StreamResponse:
         reason = ""
-        for tried in range(TRIES):
-            if tried:
-                await asyncio.sleep(FIRST_PAUSE_S * 2 ** (tried - 1))
+        for attempt in range(TRIES):
+            if attempt:
+                await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
             async with self._owner.lease(call.model):
-                trip.replica = least_loaded(self._owner.backends[call.model].replicas)
+                trip.replica = choose(self._owner.backends[call.model].replicas, self._owner.now_s, call.key)
                 if trip.replica is None:
                     reason = "no server of it is up"
                     continue
@@ -94,16 +97,22 @@ class Proxy:
 
     async def _look_at(self, name: str, replica: Replica, reason: str) -> None:
         backend = self._owner.backends[name]
-        if await backend.is_gone(replica) and least_loaded(backend.replicas) is None:
+        if await backend.is_gone(replica) and not any(other.up for other in backend.replicas):
             self._owner.ended(name, reason)
 
     async def _exchange(self, reply: Reply, call: Call, trip: _Trip, replica: Replica) -> web.StreamResponse:
         token = object()
+        tried(replica, self._owner.now_s)
         replica.open.add(token)
         try:
             async with self._send(reply.request, call, replica) as upstream:
+                if upstream.status in _UNABLE:
+                    failed(replica, self._owner.now_s)
+                else:
+                    worked(replica)
                 return await self._answer(reply, upstream, trip)
         except _LOST as error:
+            failed(replica, self._owner.now_s)
             raise _NothingSent(f"{replica.address}: {error or type(error).__name__}") from error
         finally:
             replica.open.discard(token)

@@ -26,6 +26,12 @@ def bin_of(duration_s: float) -> int:
     return min(_BINS - 1, math.ceil(math.log(duration_s / _FASTEST_S, _RATIO)))
 
 
+def at_most(bins: Mapping[int, int], duration_s: float) -> int:
+    """How many durations were at most so long; one that is in the same bin counts as such."""
+    last = bin_of(duration_s)
+    return sum(count for number, count in bins.items() if number <= last)
+
+
 def quantile_s(bins: Mapping[int, int], share: float) -> float | None:
     """The upper bound of the bin where `share` of the durations is reached; None without any."""
     wanted = share * sum(bins.values())
@@ -58,11 +64,13 @@ class _Slice:
     tokens_in: int = 0
     tokens_out: int = 0
     most_waiting: int = 0
+    latency_sum_s: float = 0.0
+    ttft_sum_s: float = 0.0
     latency: Counter[int] = field(default_factory=Counter)
     ttft: Counter[int] = field(default_factory=Counter)
 
     def add(self, other: _Slice) -> None:
-        for name in ("requests", "finished", "errors", "refused", "tokens_in", "tokens_out"):
+        for name in ("requests", "finished", "errors", "refused", "tokens_in", "tokens_out", "latency_sum_s", "ttft_sum_s"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.most_waiting = max(self.most_waiting, other.most_waiting)
         self.latency.update(other.latency)
@@ -95,7 +103,9 @@ class Traffic:
             part.tokens_in += request.tokens_in
             part.tokens_out += request.tokens_out
             part.latency[bin_of(request.latency_s)] += 1
+            part.latency_sum_s += request.latency_s
             if request.ttft_s is not None:
+                part.ttft_sum_s += request.ttft_s
                 part.ttft[bin_of(request.ttft_s)] += 1
 
     def refused(self, now_s: float) -> None:

@@ -45,12 +45,14 @@ class EngineKind:
 
     def arguments(self, model: Path, name: str, port: int, shape: Shape) -> list[str]:
         """What follows the interpreter. Nothing in it is about KVCacheD."""
+        where = ("--served-model-name", name, "--host", "127.0.0.1", "--port", str(port))
+        return [*self.program, *self.model_option, str(model), *where, *self.options(shape)]
+
+    def options(self, shape: Shape) -> list[str]:
+        """What says how large it is and that it runs on a CPU."""
         sizes = (shape.sequence_tokens, shape.sequences, shape.block_tokens)
-        return [
-            *self.program, *self.model_option, str(model), "--served-model-name", name, "--host", "127.0.0.1", "--port", str(port),
-            *(text for option, size in zip(self.options_of_shape, sizes, strict=True) for text in (option, str(size))),
-            "--dtype", "float32", *self.cpu_options,
-        ]  # fmt: skip
+        of_shape = [text for option, size in zip(self.options_of_shape, sizes, strict=True) for text in (option, str(size))]
+        return [*of_shape, "--dtype", "float32", *self.cpu_options]
 
     def variables(self, release: Path, inherited: Mapping[str, str]) -> dict[str, str]:
         """The environment of a server of this release on one thread, without settings from outside."""

@@ -103,13 +103,7 @@ class Server:
 
     def processes(self) -> list[int]:
         """All processes of the server's session that are not dead already."""
-        found = []
-        for stat in (path / "stat" for path in PROC.iterdir() if path.name.isdigit()):
-            with contextlib.suppress(OSError):
-                fields = stat.read_text().rpartition(")")[2].split()
-                if int(fields[3]) == self.process.pid and fields[0] != "Z":
-                    found.append(int(stat.parent.name))
-        return found
+        return processes_of_session(self.process.pid)
 
     def stop(self) -> bool:
         """SIGTERM, as an operator does. False when a process of it did not end in time (all are killed then)."""
@@ -128,6 +122,17 @@ class Server:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+
+
+def processes_of_session(leader: int) -> list[int]:
+    """Those that are not dead already."""
+    found = []
+    for stat in (path / "stat" for path in PROC.iterdir() if path.name.isdigit()):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == leader and fields[0] != "Z":
+                found.append(int(stat.parent.name))
+    return found
 
 
 def free_ports(count: int) -> list[int]:

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvcached serve` as a process with real engines on one host card, and what its users ask of it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from serving import MIB, MODEL, RELEASES, ROOT
+
+from kvcached.testing.kinds import SGLANG, VLLM, Shape
+from kvcached.testing.servers import processes_of_session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from kvcached.testing.kinds import EngineKind
+
+WAIT_S = 900.0
+BUDGET_BYTES = 512 * MIB
+SHAPE = Shape(8, 1024)
+ALPHA, BETA = "alpha", "beta"
+KINDS = {ALPHA: VLLM, BETA: SGLANG}
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.1)
+
+
+def engine_of(kind: EngineKind, **keys: Any) -> dict[str, Any]:
+    """A model of the file: an engine in an environment of its own, told what a CPU needs."""
+    return {
+        "engine": kind.package,
+        "model": str(MODEL),
+        "venv": str(ROOT / kind.environment_folder),
+        "args": kind.options(SHAPE),
+        "env": {**kind.needed, "PYTHONPATH": str(RELEASES[kind])},
+        "card": "host:0",
+        "preload": True,
+        **keys,
+    }
+
+
+class Running:
+    """The gateway's process. Its engines run on one thread each, on a card in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.models = {name: engine_of(kind) for name, kind in KINDS.items()}
+        self._write()
+        settings = {"RUN_DIR": self.run_dir, "HOST_DIR": folder / "host", "HOST_CAPACITY": BUDGET_BYTES + 64 * MIB}
+        settings |= {"HOST_GRANULARITY": "64KiB", "BUDGET": BUDGET_BYTES}
+        inherited = {name: value for name, value in VLLM.variables(RELEASES[VLLM], os.environ).items() if name != "PYTHONPATH"}
+        with (folder / "said").open("wb") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvcached.cli.main", "serve", str(folder / "models.yaml")],
+                env=inherited | {f"KVCACHED_{name}": str(value) for name, value in settings.items()},
+                cwd=folder,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+            )
+        wait_for(lambda: self.process.poll() is not None or "serving" in self.said())
+        found = re.search(r"serving .* at http://127\.0\.0\.1:(\d+)/v1", self.said())
+        assert found is not None, self.said()
+        self.port = int(found[1])
+
+    def said(self) -> str:
+        return (self.folder / "said").read_text(errors="replace")
+
+    def count(self, words: str) -> int:
+        """How often it said so of itself, not of an engine."""
+        return sum(words in line for line in self.said().splitlines() if "kvcached.controller" in line)
+
+    def _write(self) -> None:
+        given = {"listen": "127.0.0.1:0", "log_dir": str(self.folder / "logs"), "models": self.models}
+        (self.folder / "models.yaml").write_text(json.dumps(given))
+
+    def change(self, name: str, **keys: Any) -> None:
+        """Other facts of a model, in the file; returns when they are taken."""
+        taken = self.count("the file was taken")
+        self.models[name] = {key: value for key, value in {**self.models[name], **keys}.items() if value is not None}
+        self._write()
+        self.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: self.count("the file was taken") > taken)
+
+    def facts(self, name: str) -> dict[str, Any]:
+        status, body = call(self.port, "GET", f"/health/{name}")
+        assert status in (200, 503)
+        return dict(json.loads(body))
+
+    def until(self, name: str, state: str) -> None:
+        wait_for(lambda: self.process.poll() is not None or self.facts(name)["state"] in (state, "failed"))
+        facts = self.facts(name)
+        assert facts["state"] == state, f"{facts}\n{self.said()[-6_000:]}"
+
+    def server_of(self, name: str) -> tuple[int, int]:
+        """Port and process id of its engine."""
+        (server,) = self.facts(name)["servers"]
+        return int(server["address"].rpartition(":")[2]), int(server["pid"])
+
+    def close(self) -> list[int]:
+        """As an operator ends it. Returns processes of its engines that are left."""
+        leaders = [int(server["pid"]) for name in KINDS for server in self.facts(name)["servers"]]
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(WAIT_S) == 0, self.said()[-6_000:]
+        return [pid for leader in leaders for pid in processes_of_session(leader)]
+
+    def kill(self) -> None:
+        """Whatever is left, by the sessions that it started."""
+        leaders = [int(pid) for pid in re.findall(r"started as process (\d+)", self.said())]
+        self.process.kill()
+        self.process.wait()
+        for pid in (pid for leader in leaders for pid in processes_of_session(leader)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def call(port: int, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+    try:
+        connection.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def lines_of(port: int, path: str, body: dict[str, Any]) -> Iterator[bytes]:
+    """The lines of an event stream as they come."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        yield from connection.getresponse()
+    finally:
+        connection.close()
