@@ -34,6 +34,7 @@ async def serve(
 
     Raises `SettingError`, and `OSError` when the address is taken.
     """
+    told_to_end = _told_to_end()
     access = Access(config, environ)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
     async with aiohttp.ClientSession(
@@ -45,10 +46,10 @@ async def serve(
             gateway = Gateway(config, access, owner, session)
             reload = Reload(config, environ, owner, gateway, session)
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload.take, read_again)
-            await _listen(config, gateway, owner, on_ready)
+            await _listen(config, gateway, owner, on_ready, told_to_end)
 
 
-async def _listen(config: ServeConfig, gateway: Gateway, owner: Owner, on_ready: Callable[[str], None]) -> None:
+async def _listen(config: ServeConfig, gateway: Gateway, owner: Owner, on_ready: Callable[[str], None], told_to_end: asyncio.Event) -> None:
     """Streams that are open end before the listener does."""
     runner = gateway.runner()
     await runner.setup()
@@ -56,15 +57,16 @@ async def _listen(config: ServeConfig, gateway: Gateway, owner: Owner, on_ready:
         host, port = config.host_and_port
         await web.TCPSite(runner, host, port).start()
         on_ready(f"http://{host}:{runner.addresses[0][1]}")
-        await _until_told_to_end()
+        await told_to_end.wait()
         await owner.close()
     finally:
         await runner.cleanup()
 
 
-async def _until_told_to_end() -> None:
+def _told_to_end() -> asyncio.Event:
+    """Listens from the first moment on: a signal that comes early must not leave engines behind."""
     loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
+    told = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
-    await ended.wait()
+        loop.add_signal_handler(number, told.set)
+    return told
