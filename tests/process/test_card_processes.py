@@ -73,6 +73,26 @@ def test_two_processes_share_a_card_fairly_and_never_pass_its_budget(run_dir: Pa
     assert min(grants) >= 0.4 * sum(grants), grants
 
 
+def test_rounds_of_asking_with_a_holder_killed_in_every_hundredth(run_dir: Path, observer: Card, is_full: bool) -> None:
+    """A round: both ask for 60 of 100 pages, one at a time, with random frees."""
+    luck = random.Random(11)
+    held = {"a": 0, "b": 0}
+    for hundred in range(100 if is_full else 3):
+        with workers(Plan(run_dir, "a"), Plan(run_dir, "b")) as pair:
+            for seed, worker in enumerate(pair):
+                worker.send("churn", 100 * 60, 60, 2 * hundred + seed)
+            looks = luck.randint(20, 60)
+            while looks and not any(worker.connection.poll(0.001) for worker in pair):
+                for view in look(observer).live:
+                    held[view.instance] += view.record.lease_bytes
+                looks -= 1
+            victim, other = luck.sample(pair, 2)
+            victim.kill()
+            eventually(lambda: len(leases(observer)) == 1)
+            assert other.answer() > 0  # it went on asking, and got what had been the victim's
+    assert min(held.values()) >= 0.4 * sum(held.values()), held
+
+
 def test_the_lease_of_a_killed_process_is_free_at_once(run_dir: Path, observer: Card) -> None:
     mine = enter(observer)
     luck = random.Random(7)
