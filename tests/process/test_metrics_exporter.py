@@ -3,20 +3,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from real_pool import PoolProcess, eventually
 
 from kvcached.cli.metrics.exporter import Exporter
 from kvcached.cli.metrics.inquiry import Inquiry
@@ -24,54 +23,9 @@ from kvcached.runtime.control import ControlClient, endpoint_path
 from kvcached.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-CHILD = Path(__file__).with_name("pool_child.py")
 DEADLINE_S = 60.0
-
-
-class PoolProcess:
-    """One real pool of blocks of 1 MiB on pages of 2 MiB, on the host card of the machine."""
-
-    def __init__(self, run_dir: Path, instance: str, **settings: object) -> None:
-        card = {
-            "run_dir": str(run_dir),
-            "host_dir": str(run_dir.with_name("host")),
-            "host_capacity_bytes": 128 * MIB,
-            "host_granularity_bytes": 65536,
-            "budget": "64MiB",
-            "floor": "4MiB",
-            "instance_name": instance,
-            "idle_trim_s": 600.0,
-            "prealloc_enabled": False,
-            "handle_cache_mb": 0,
-            "large_run_mb": 0,
-            **settings,
-        }
-        options = json.dumps({"card": card, "name": f"model-of-{instance}", "blocks": 128})
-        self._process = subprocess.Popen([sys.executable, str(CHILD), options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.pid = self._answer()["pid"]
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the pool's process has ended"
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def ask(self, name: str, *arguments: object) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([name, arguments]) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def take(self, blocks: int) -> None:
-        """A miss is an engine's cue to ask again: a card that is new grants less for a while."""
-        eventually(lambda: "error" not in self.ask("take", blocks))
-
-    def kill(self) -> None:
-        with self._process:
-            self._process.kill()
 
 
 @pytest.fixture
@@ -93,13 +47,6 @@ def code(run_dir: Path) -> Iterator[PoolProcess]:
     pool = PoolProcess(run_dir, "code")
     yield pool
     pool.kill()
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < end, "it did not come true in time"
-        time.sleep(0.02)
 
 
 class Text:

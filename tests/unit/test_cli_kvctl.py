@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from kvcached.card import NO_LIMIT_BYTES
+from kvcached.cli.control.routes import COMMANDS
 from kvcached.cli.kvctl import app
 from kvcached.cli.output import ExitCode, NoSuchPool, exit_code_of, parse_amount, parse_limit, parse_percent, reporting, short_size
 from kvcached.config import Amount
@@ -116,6 +117,13 @@ class TestUsage:
             assert f"`kvctl {name}" in text, name
         for code in ExitCode:
             assert f"| {int(code)} |" in text
+
+    def test_every_command_is_there_over_http_too_and_documented(self) -> None:
+        text = (ROOT / "docs/control.md").read_text()
+        names = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+        assert names - set(COMMANDS) == {"list", "watch", "limit-percent", "config"}
+        for name, (method, _) in COMMANDS.items():
+            assert f"| `{method} /v1/pools/POOL/{name}` |" in text, name
 
 
 class TestPieces:

@@ -21,9 +21,9 @@ from kvcached.card.record import NO_LIMIT_BYTES, Kind, Record
 from kvcached.cli.main import app
 from kvcached.cli.metrics import catalog
 from kvcached.cli.metrics.catalog import METRICS, Metric, table
-from kvcached.cli.metrics.command import parse_address
 from kvcached.cli.metrics.exporter import Exporter, families
 from kvcached.cli.metrics.readings import endpoints_of, read
+from kvcached.cli.serving import parse_address
 from kvcached.cli.top.sampler import CardSample, RankRow, Sample
 from kvcached.core.tally import BOUNDS_S, Eviction
 from kvcached.runtime.control_messages import PoolMetrics, RankMetrics

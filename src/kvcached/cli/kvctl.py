@@ -4,9 +4,6 @@
 Exit codes: 0 done, 1 refused or only partly done, 2 usage or a bad setting, 3 no such pool, 4 no answer in time.
 """
 
-import os
-import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,16 +12,14 @@ from typing import Annotated
 
 import typer
 
-from kvcached.card import Card
 from kvcached.cli import live
 from kvcached.cli.answers import FLOOR, LIMIT, bytes_hold, bytes_json, bytes_text, change_holds, change_json, change_text, explain_json
-from kvcached.cli.machine import Target, find, pid_at, read_cards
+from kvcached.cli.machine import read_cards
 from kvcached.cli.output import ExitCode, parse_amount, parse_limit, parse_percent, reporting, say, say_json, short_size, table, warn
+from kvcached.cli.session import Session
 from kvcached.cli.settings_view import show_settings
 from kvcached.config import Amount, load_settings
-from kvcached.errors import PeerLost, PeerRefused, PeerTimeout
-from kvcached.runtime.control import BytesAnswer, ChangeAnswer, ControlClient
-from kvcached.runtime.endpoint import remove_abandoned
+from kvcached.runtime.control import BytesAnswer, ChangeAnswer
 from kvcached.units import format_size
 
 app = typer.Typer(
@@ -54,19 +49,6 @@ class Options:
 
     run_dir: Path | None
     timeout_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    run_dir: Path
-    timeout_s: float
-
-    def reach(self, pool: str) -> tuple[Target, ControlClient]:
-        """Raises `NoSuchPool`; `PeerLost` for a pool whose process has ended."""
-        target = find(self.run_dir, pool)
-        if target.rows and not target.is_alive:
-            raise PeerLost(f"{pool} is dead: its process has ended and its memory is free; clear up its entry with: kvctl delete {pool}")
-        return target, target.client(self.timeout_s)
 
 
 @app.callback()
@@ -126,16 +108,14 @@ def limit_percent(context: typer.Context, pool: Pool, percent: Percent, revision
 
 
 def _set_limit(session: Session, pool: str, amount: Amount, revision: int | None, as_json: bool) -> None:
-    target, client = session.reach(pool)
-    _tell_change(pool, LIMIT, client.limit(target.bytes_of(amount, client), revision), as_json)
+    _tell_change(pool, LIMIT, session.limit(pool, amount, revision), as_json)
 
 
 @app.command()
 def floor(context: typer.Context, pool: Pool, size: SizeOrShare, as_json: AsJson = False) -> None:
     """Make the other pools leave SIZE to this one."""
     with _session(context, as_json) as session:
-        target, client = session.reach(pool)
-        _tell_change(pool, FLOOR, client.floor(target.bytes_of(size, client)), as_json)
+        _tell_change(pool, FLOOR, session.floor(pool, size), as_json)
 
 
 @app.command()
@@ -147,7 +127,7 @@ def weight(
 ) -> None:
     """Set a pool's part of contended memory, against the weights of the others."""
     with _session(context, as_json) as session:
-        answer = session.reach(pool)[1].weight(value)
+        answer = session.weight(pool, value)
         if as_json:
             say_json({"pool": pool, **answer.model_dump()})
         else:
@@ -165,26 +145,21 @@ def trim(
 ) -> None:
     """Take back memory that a pool keeps ready but does not use."""
     with _session(context, as_json) as session:
-        target, client = session.reach(pool)
-        wanted_bytes = None if size is None else target.bytes_of(size, client)
-        _tell_bytes(pool, client.trim(wanted_bytes), wanted_bytes, as_json)
+        _tell_bytes(pool, *session.trim(pool, size), as_json)
 
 
 @app.command()
 def evict(context: typer.Context, pool: Pool, size: SizeOrShare, as_json: AsJson = False) -> None:
     """Drop cached prefixes of a pool, cheapest first, and take their memory back."""
     with _session(context, as_json) as session:
-        target, client = session.reach(pool)
-        wanted_bytes = target.bytes_of(size, client)
-        _tell_bytes(pool, client.evict(wanted_bytes), wanted_bytes, as_json)
+        _tell_bytes(pool, *session.evict(pool, size), as_json)
 
 
 @app.command()
 def explain(context: typer.Context, pool: Pool, as_json: AsJson = False) -> None:
     """Say for every byte that a pool holds why it holds it, and what would free it."""
     with _session(context, as_json) as session:
-        client = session.reach(pool)[1]
-        status, answer = client.status(), client.explain()
+        status, answer = session.explain(pool)
         if as_json:
             say_json(explain_json(status, answer))
             return
@@ -211,28 +186,11 @@ def delete(
 ) -> None:
     """Clear up what a dead pool left behind. A live pool is refused unless forced."""
     with _session(context, as_json) as session:
-        target = find(session.run_dir, pool)
-        if target.is_alive and not force:
-            pids = ", ".join(str(pid) for row in target.rows for pid in row.pids)
-            raise PeerRefused(f"{pool} is alive (pid {pids}); end it, or use --force")
-        if target.is_alive:
-            _end(session, target)
-        Card.sweep(session.run_dir)
-        removed_socket = remove_abandoned(target.endpoint)
+        cleared = session.delete(pool, force=force)
         if as_json:
-            say_json({"pool": pool, "deleted": True, "entries": len(target.rows), "socket": removed_socket})
+            say_json(cleared)
         else:
             say(f"{pool}: deleted")
-
-
-def _end(session: Session, target: Target) -> None:
-    """Raises `PeerTimeout` when the process outlives the deadline."""
-    os.kill(pid_at(target.endpoint), signal.SIGTERM)
-    end_s = time.monotonic() + session.timeout_s
-    while any(row.is_alive for card in read_cards(session.run_dir) for row in card.pools if row.instance == target.instance):
-        if time.monotonic() > end_s:
-            raise PeerTimeout(f"{target.instance} is still alive {session.timeout_s:g} s after SIGTERM")
-        time.sleep(0.05)
 
 
 def _tell_change(pool: str, setting: str, answer: ChangeAnswer, as_json: bool) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached`: can this machine do it, does this engine version fit, what is set, and its metrics.
+"""`kvcached`: can this machine do it, does this engine version fit, what is set, its metrics, and control over HTTP.
 
 Exit codes: 0 fine, 1 a problem was found, 2 usage or a bad setting.
 """
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvcached.cli.control.command import control
 from kvcached.cli.doctor import Verdict, examine
 from kvcached.cli.metrics.command import metrics
 from kvcached.cli.output import ExitCode, reporting, say, say_json, table
@@ -105,6 +106,7 @@ def version(as_json: AsJson = False) -> None:
 
 
 app.command()(metrics)
+app.command()(control)
 
 
 def main() -> None:

@@ -62,10 +62,14 @@ def reporting(as_json: bool) -> Iterator[None]:
 
 def _report(kind: str, message: str, code: ExitCode, as_json: bool) -> None:
     if as_json:
-        say_json({"error": {"type": kind, "message": message, "exit_code": int(code)}})
+        say_json(error_json(kind, message, code))
     else:
         warn(message)
     raise typer.Exit(int(code))
+
+
+def error_json(kind: str, message: str, code: ExitCode) -> dict[str, Any]:
+    return {"error": {"type": kind, "message": message, "exit_code": int(code)}}
 
 
 def say(text: RenderableType) -> None:

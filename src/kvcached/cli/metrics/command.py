@@ -10,18 +10,10 @@ from typing import Annotated
 import typer
 
 from kvcached.cli.output import ExitCode, reporting, warn
+from kvcached.cli.serving import parse_address
 from kvcached.config import load_settings
 
 _MISSING = "kvcached metrics needs prometheus-client: pip install 'kvcached-elastic[metrics]'"
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """`127.0.0.1:9461`, `[::1]:9461`; port 0 leaves the choice to the system."""
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
-    if not colon or not host or not port.isdecimal() or int(port) > 0xFFFF:
-        raise typer.BadParameter(f"{text!r} is no address; allowed are HOST:PORT and [HOST]:PORT")
-    return host, int(port)
 
 
 def metrics(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 import threading
 import time
@@ -17,12 +16,13 @@ from prometheus_client.registry import Collector
 from kvcached.cli.metrics.catalog import BUILD, SCRAPE, Kind, Metric
 from kvcached.cli.metrics.inquiry import Inquiry
 from kvcached.cli.metrics.readings import Reading, Readings, endpoints_of, read
+from kvcached.cli.serving import endings_blocked, wait_for_the_end
 from kvcached.cli.top.sampler import Sampler
 from kvcached.config import package_version
 from kvcached.core.tally import BOUNDS_S, cumulative
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from prometheus_client import Metric as Family
@@ -98,23 +98,13 @@ def print_once(run_dir: Path, timeout_s: float) -> None:
 
 def serve(run_dir: Path, host: str, port: int, timeout_s: float, started: Callable[[str], None]) -> None:
     """Answer scrapes until SIGINT or SIGTERM. `started` gets the address, which port 0 leaves to the system. Raises `OSError`."""
-    with _blocked({signal.SIGINT, signal.SIGTERM}), contextlib.closing(Exporter(run_dir, timeout_s)) as exporter:
+    with endings_blocked(), contextlib.closing(Exporter(run_dir, timeout_s)) as exporter:
         server, thread = start_http_server(port, host, exporter.registry())
         try:
             at = f"[{host}]" if ":" in host else host
             started(f"http://{at}:{server.server_port}/metrics")
-            signal.sigwait({signal.SIGINT, signal.SIGTERM})
+            wait_for_the_end()
         finally:
             server.shutdown()
             server.server_close()
             thread.join()
-
-
-@contextlib.contextmanager
-def _blocked(signals: set[signal.Signals]) -> Iterator[None]:
-    """In this thread and in those that it starts, so that they are waited for and interrupt nothing."""
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, former)
