@@ -29,6 +29,7 @@ WAIT_S = 900.0
 BUDGET_BYTES = 512 * MIB
 SHAPE = Shape(8, 1024)
 ALPHA, BETA = "alpha", "beta"
+SERVING = re.compile(r"^serving .* at http://127\.0\.0\.1:(\d+)/v1", re.MULTILINE)
 KINDS = {ALPHA: VLLM, BETA: SGLANG}
 
 
@@ -60,25 +61,31 @@ class Running:
         self.folder = folder
         self.run_dir = folder / "run"
         self.models = {name: engine_of(kind) for name, kind in KINDS.items()}
+        self.start()
+
+    def start(self) -> None:
+        """With the file as `models` says it."""
         self._write()
-        settings = {"RUN_DIR": self.run_dir, "HOST_DIR": folder / "host", "HOST_CAPACITY": BUDGET_BYTES + 64 * MIB}
+        settings = {"RUN_DIR": self.run_dir, "HOST_DIR": self.folder / "host", "HOST_CAPACITY": BUDGET_BYTES + 64 * MIB}
         settings |= {"HOST_GRANULARITY": "64KiB", "BUDGET": BUDGET_BYTES}
         inherited = {name: value for name, value in VLLM.variables(RELEASES[VLLM], os.environ).items() if name != "PYTHONPATH"}
-        with (folder / "said").open("wb") as said:
+        already = len(self.said())
+        with (self.folder / "said").open("ab") as said:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvcached.cli.main", "serve", str(folder / "models.yaml")],
+                [sys.executable, "-m", "kvcached.cli.main", "serve", str(self.folder / "models.yaml")],
                 env=inherited | {f"KVCACHED_{name}": str(value) for name, value in settings.items()},
-                cwd=folder,
+                cwd=self.folder,
                 stdout=said,
                 stderr=subprocess.STDOUT,
             )
-        wait_for(lambda: self.process.poll() is not None or "serving" in self.said())
-        found = re.search(r"serving .* at http://127\.0\.0\.1:(\d+)/v1", self.said())
+        wait_for(lambda: self.process.poll() is not None or SERVING.search(self.said()[already:]) is not None)
+        found = SERVING.search(self.said()[already:])
         assert found is not None, self.said()
         self.port = int(found[1])
 
     def said(self) -> str:
-        return (self.folder / "said").read_text(errors="replace")
+        path = self.folder / "said"
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def count(self, words: str) -> int:
         """How often it said so of itself, not of an engine."""
@@ -90,8 +97,16 @@ class Running:
 
     def change(self, name: str, **keys: Any) -> None:
         """Other facts of a model, in the file; returns when they are taken."""
-        taken = self.count("the file was taken")
         self.models[name] = {key: value for key, value in {**self.models[name], **keys}.items() if value is not None}
+        self._reload()
+
+    def remove(self, name: str) -> None:
+        """The same without it."""
+        del self.models[name]
+        self._reload()
+
+    def _reload(self) -> None:
+        taken = self.count("the file was taken")
         self._write()
         self.process.send_signal(signal.SIGHUP)
         wait_for(lambda: self.count("the file was taken") > taken)
@@ -113,7 +128,7 @@ class Running:
 
     def close(self) -> list[int]:
         """As an operator ends it. Returns processes of its engines that are left."""
-        leaders = [int(server["pid"]) for name in KINDS for server in self.facts(name)["servers"]]
+        leaders = [int(server["pid"]) for name in self.models for server in self.facts(name)["servers"]]
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(WAIT_S) == 0, self.said()[-6_000:]
         return [pid for leader in leaders for pid in processes_of_session(leader)]

@@ -20,6 +20,7 @@ from serving import ROOT, missing
 from kvcached.runtime.control import ControlClient
 from kvcached.runtime.endpoint import endpoint_path
 from kvcached.testing.kinds import SGLANG, VLLM
+from kvcached.testing.servers import processes_of_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +32,7 @@ pytestmark = [
     pytest.mark.skipif(bool(missing(VLLM, SGLANG)), reason=missing(VLLM, SGLANG)),
 ]
 
-TOGETHER = 6
+TOGETHER = 5
 OF_ONE_ANSWER = re.compile(rb'"(id|created)":("[^"]*"|\d+)')
 
 
@@ -119,7 +120,7 @@ def test_an_idle_model_gives_its_memory_back_and_many_requests_wake_it_once(gate
 
 
 def test_kill_9_loses_nothing_that_had_not_begun_to_stream(gateway: Running) -> None:
-    long = question(ALPHA, "Count to a thousand.", 800, ignore_eos=True, stream=True)
+    long = question(ALPHA, "Count to a thousand.", 400, ignore_eos=True, stream=True)
     prompts = [f"Write about the number {number}." for number in range(TOGETHER)]
     began, lines = threading.Event(), []
 
@@ -135,7 +136,7 @@ def test_kill_9_loses_nothing_that_had_not_begun_to_stream(gateway: Running) -> 
     _, pid = gateway.server_of(ALPHA)
     with ThreadPoolExecutor(TOGETHER) as threads:
         asked = [
-            threads.submit(call, gateway.port, "POST", "/v1/chat/completions", question(ALPHA, prompt, 160, ignore_eos=True))
+            threads.submit(call, gateway.port, "POST", "/v1/chat/completions", question(ALPHA, prompt, 96, ignore_eos=True))
             for prompt in prompts
         ]
         wait_for(lambda: gateway.facts(ALPHA)["open"] == 1 + TOGETHER)
@@ -160,3 +161,19 @@ def test_kill_9_loses_nothing_that_had_not_begun_to_stream(gateway: Running) -> 
     again = json.loads(call(gateway.port, "POST", "/v1/chat/completions", {**long, "stream": False, "max_tokens": len(said)})[1])
     assert text
     assert again["choices"][0]["message"]["content"].startswith(text)
+
+
+def test_engines_end_with_their_model_and_those_of_a_killed_gateway_with_the_next(gateway: Running) -> None:
+    leaders = {name: gateway.server_of(name)[1] for name in KINDS}
+    gateway.remove(BETA)
+    wait_for(lambda: gateway.count(f"{BETA}: removed"))
+    assert processes_of_session(leaders[BETA]) == []
+    assert call(gateway.port, "POST", "/v1/chat/completions", question(BETA))[0] == 404
+
+    gateway.process.kill()
+    gateway.process.wait()
+    assert leaders[ALPHA] in processes_of_session(leaders[ALPHA])
+    gateway.models[ALPHA] |= {"preload": False}
+    gateway.start()
+    assert processes_of_session(leaders[ALPHA]) == []
+    assert gateway.facts(ALPHA)["state"] == "stopped"

@@ -141,6 +141,36 @@ class TestThroughTheGateway:
 
         play(scene)
 
+    def test_one_that_cuts_answers_rests_though_it_is_there(self) -> None:
+        async def scene() -> None:
+            bad, good = Upstream(), Upstream()
+            async with listening(bad.app()) as first, listening(good.app()) as second, stage(addresses=[first, second]) as it:
+                bad.script = [cut_at_once] * 9
+                assert [(await it.post())[0] for _ in range(6)] == [200] * 6
+                assert (len(bad.calls), len(good.calls)) == (1, 6)
+                assert it.owner.backends["chat"].replicas[0].up
+
+        play(scene)
+
+    def test_while_one_request_tries_it_the_others_go_elsewhere(self) -> None:
+        async def scene() -> None:
+            slow, good = Upstream(), Upstream()
+            async with listening(slow.app()) as first, listening(good.app()) as second, stage(addresses=[first, second]) as it:
+                await it.post()
+                replicas = it.owner.backends["chat"].replicas
+                replicas[0].failures = 1
+                slow.gate.clear()
+                trying = it.owner._loop.create_task(it.post())
+                await until(lambda: len(slow.calls) == 2)
+                replicas[1].open.update(object() for _ in range(5))
+                assert (await it.post())[0] == 200
+                assert len(slow.calls) == 2
+                slow.gate.set()
+                assert (await trying)[0] == 200
+                assert replicas[0].failures == 0
+
+        play(scene)
+
     def test_a_remote_that_was_gone_gets_requests_again(self) -> None:
         async def scene() -> None:
             one, other = Upstream(), Upstream()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -47,6 +48,23 @@ class TestKeepAlive:
 
         play(scene)
 
+    def test_none_comes_while_the_engine_thinks_between_two_tokens(self) -> None:
+        async def scene() -> None:
+            async with stage(OFTEN) as it:
+
+                async def slow(request: web.Request) -> web.StreamResponse:
+                    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                    await response.prepare(request)
+                    await response.write(b"data: 1\n")
+                    await asyncio.sleep(0.2)
+                    await response.write(b"\n")
+                    return response
+
+                it.upstream.script.append(slow)
+                assert (await (await waiting(it)).read()).partition(b"data: 1\n")[2] == b"\n"
+
+        play(scene)
+
     def test_while_a_model_wakes(self) -> None:
         async def scene() -> None:
             async with stage({**OFTEN, "sleep": "host"}) as it:
@@ -78,10 +96,10 @@ class TestKeepAlive:
             async with stage(OFTEN) as it:
 
                 async def wrong(request: web.Request) -> web.StreamResponse:
-                    return web.json_response({"error": {"message": "no\nway"}}, status=400)
+                    return web.Response(text='{\n  "error": {"message": "no\\nway"}\n}\n', status=400)
 
                 it.upstream.script.append(wrong)
-                assert await rest_of(await waiting(it)) == b'data: {"error": {"message": "no\\nway"}}\n\n'
+                assert await rest_of(await waiting(it)) == b'data: { "error": {"message": "no\\nway"} }\n\n'
 
         play(scene)
 

@@ -54,8 +54,11 @@ class Reply:
             self._task = asyncio.get_running_loop().create_task(self._comment(self._keep_alive_s))
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.hush()
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._task is not None and kind is asyncio.CancelledError:
+            self._task.cancel()  # at once: it may be waiting for a client that reads nothing
+        else:
+            await self.hush()
 
     async def _comment(self, pause_s: float) -> None:
         with contextlib.suppress(ConnectionError):  # the client is gone, which its handler hears too
