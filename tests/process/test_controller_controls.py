@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -13,6 +16,7 @@ from aiohttp import web
 import kvcached
 from kvcached.controller.backends import BackendFailed
 from kvcached.controller.controls import EngineControls, KvMemory, SglangControls, VllmControls
+from kvcached.runtime.control import ControlClient
 from kvcached.runtime.endpoint import endpoint_path
 from kvcached.setting_types import Amount
 
@@ -92,3 +96,40 @@ def test_a_real_pool_gives_back_all_that_nobody_uses_and_obeys_a_limit(tmp_path:
 def test_a_pool_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(BackendFailed, match="nobody answers"):
         asyncio.run(KvMemory(endpoint_path(tmp_path, "none")).give_back())
+
+
+def test_the_pools_of_one_server_are_told_from_those_of_others(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    code = (
+        "import sys, kvcached\n"
+        "with kvcached.open_card('host:0', run_dir=sys.argv[1], budget='64MiB') as card:\n"
+        "    with card.open_pool(sys.argv[2], block_bytes=65_536, blocks=512) as pool:\n"
+        "        pool.give(pool.take(300))\n"
+        "        print(pool.instance, flush=True)\n"
+        "        sys.stdin.read()\n"
+    )
+
+    def start(name: str, leads: bool) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code, str(run_dir), name]
+        environment = {**os.environ, "KVCACHED_IPC_NAME": name}
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=leads, env=environment)
+
+    with start("chat-dp1", leads=True) as own, start("chat-2", leads=True) as other:
+        try:
+            for process in (own, other):
+                assert process.stdout is not None
+                assert process.stdout.readline().strip().startswith("chat")
+            assert held(run_dir, "chat-dp1") > 0
+            assert asyncio.run(KvMemory(endpoint_path(run_dir, "chat")).give_back(own.pid)) == 0
+            assert held(run_dir, "chat-dp1") == 0 < held(run_dir, "chat-2")
+            (run_dir / "pools" / "chat-old.sock").touch()
+            assert asyncio.run(KvMemory(endpoint_path(run_dir, "chat")).limit(Amount.parse("4MiB"), other.pid)) == 4 << 20
+            with pytest.raises(BackendFailed, match="nobody of process"):
+                asyncio.run(KvMemory(endpoint_path(run_dir, "chat")).give_back(os.getpid()))
+        finally:
+            own.kill()
+            other.kill()
+
+
+def held(run_dir: Path, instance: str) -> int:
+    return ControlClient(endpoint_path(run_dir, instance)).status().held_bytes

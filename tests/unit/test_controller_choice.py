@@ -171,6 +171,20 @@ class TestThroughTheGateway:
 
         play(scene)
 
+    def test_a_remote_that_was_not_there_at_the_start_is_looked_for(self) -> None:
+        async def scene() -> None:
+            late, good = Upstream(), Upstream()
+            late.healthy = False
+            async with listening(late.app()) as first, listening(good.app()) as second, stage(addresses=[first, second]) as it:
+                assert [(await it.post())[0] for _ in range(2)] == [200, 200]
+                assert not late.calls
+                late.healthy = True
+                await until(lambda: it.owner.backends["chat"].replicas[0].up)
+                assert (await it.post())[0] == 200
+                assert late.calls
+
+        play(scene)
+
     def test_a_remote_that_was_gone_gets_requests_again(self) -> None:
         async def scene() -> None:
             one, other = Upstream(), Upstream()

@@ -299,6 +299,27 @@ class TestWhatSleepKeeps:
         fleet.done("thin", 2, 10.0)
         assert ready(fleet, "thin", now_s=20.0).wish_sleep("thin", 30.0) == [Sleep("thin", 4)]
 
+    @pytest.mark.parametrize("prepare", [ready, asleep])
+    def test_while_it_ends_nobody_else_has_to_leave(self, prepare: Callable[..., Fleet]) -> None:
+        specs = [THIN, replace(B, card="c", cost_bytes=20), replace(A, card="c", cost_bytes=75)]
+        fleet = ready(prepare(Fleet(specs, 0.0, {"c": 100}), "thin"), "b")
+        attempt = fleet.models["thin"].attempt + 1
+        assert fleet.asked("a", 9.0)[1] == [Sleep("thin", attempt, stop=True)]
+        assert fleet.tick(9.5) == []
+        assert fleet.done("thin", attempt, 10.0) == [Start("a", 1)]
+
+    def test_nor_after_it_died_on_the_way(self) -> None:
+        fleet = ready(Fleet([THIN, replace(A, card="c", cost_bytes=80)], 0.0, {"c": 100}), "thin")
+        ticket, _ = fleet.asked("thin", 8.0)
+        other, _ = fleet.asked("a", 9.0)
+        fleet.left(other, 9.0)
+        assert fleet.models["thin"].evicted
+        fleet.ended("thin", "killed", 10.0)
+        fleet.left(ticket, 10.0)
+        fleet.wish_wake("thin", 99.0)
+        fleet.done("thin", fleet.models["thin"].attempt, 99.0)
+        assert fleet.wish_sleep("thin", 100.0)[-1] == Sleep("thin", fleet.models["thin"].attempt)
+
     def test_one_that_is_asked_for_more_is_not_ended_for_a_lesser(self) -> None:
         fleet = asleep(Fleet([replace(THIN, priority=1), replace(A, card="c", cost_bytes=80)], 0.0, {"c": 100}), "thin")
         fleet.models["thin"].retry_at_s = 50.0

@@ -61,6 +61,10 @@ class TestPlan:
         spec = specs_of(config)["a"]
         assert (spec.cost_bytes, spec.concurrency) == (6 * GIB, 6)
 
+    def test_what_sleep_keeps_of_the_card(self) -> None:
+        kept = [specs_of(config_of(a=model(weights="2GiB", replicas=2, sleep=sleep)))["a"].rest_bytes for sleep in ("kv", "host", "stop")]
+        assert kept == [4 * GIB, 0, 0]
+
 
 class TestCommandLine:
     def test_of_vllm(self) -> None:

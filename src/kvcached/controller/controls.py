@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import aiohttp
 
 from kvcached.controller.backends import BackendFailed
-from kvcached.errors import PeerError
+from kvcached.errors import PeerError, PeerLost
 from kvcached.runtime.control import ControlClient
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from kvcached.setting_types import Amount
@@ -78,32 +79,55 @@ class SglangControls:
 
 
 class KvMemory:
-    """The KV cache of one elastic server, through its pool's endpoint. Raises `BackendFailed`."""
+    """The KV cache of one elastic server, through its pools' endpoints. Each call raises `BackendFailed`.
+
+    `path`: where the server's pool listens. An engine with several pools puts a word behind that name (`NAME-dp1`, `NAME-window`), and
+    so do other servers of ours: `leader`, the process that leads the server's session, says which are meant; None: the one at `path`.
+    """
 
     def __init__(self, path: Path, timeout_s: float = 10.0) -> None:
-        self._client = ControlClient(path, timeout_s)
+        self._path = path
+        self._timeout_s = timeout_s
 
-    async def give_back(self) -> int:
-        """Cached blocks and parked pages go. Returns the bytes that the pool still holds."""
-        return await asyncio.to_thread(self._give_back)
+    async def give_back(self, leader: int | None = None) -> int:
+        """Cached blocks and parked pages go. Returns the bytes that the pools still hold."""
+        return await asyncio.to_thread(self._each, leader, _give_back)
 
-    async def limit(self, limit: Amount) -> int:
-        """A share is of the card's budget. Returns the bytes that are in force; what is above them goes as it falls free."""
-        return await asyncio.to_thread(self._limit, limit)
+    async def limit(self, limit: Amount, leader: int | None = None) -> int:
+        """Of each pool; a share is of the card's budget. Returns the bytes that are in force; what is above goes as it falls free."""
+        return await asyncio.to_thread(self._each, leader, lambda client: _limit(client, limit))
 
-    def _give_back(self) -> int:
+    def _each(self, leader: int | None, call: Callable[[ControlClient], int]) -> int:
         try:
-            self._client.evict(self._client.status().held_bytes)  # not `cached_bytes`: SGLang's tree counts what it caches as owned
-            self._client.trim()
-            return self._client.status().held_bytes
+            return sum(call(client) for client in self._clients(leader))
         except PeerError as error:
             raise BackendFailed(str(error)) from error
 
-    def _limit(self, limit: Amount) -> int:
+    def _clients(self, leader: int | None) -> list[ControlClient]:
+        if leader is None:
+            return [ControlClient(self._path, self._timeout_s)]
+        paths = [self._path, *sorted(self._path.parent.glob(f"{self._path.stem}-*{self._path.suffix}"))]
+        found = [client for path in paths if (client := self._client_of(path, leader)) is not None]
+        if not found:
+            raise BackendFailed(f"nobody of process {leader} answers at {self._path} or beside it")
+        return found
+
+    def _client_of(self, path: Path, leader: int) -> ControlClient | None:
+        client = ControlClient(path, self._timeout_s)
         try:
-            answer = self._client.limit(limit.of(self._client.status().budget_bytes))
-        except PeerError as error:
-            raise BackendFailed(str(error)) from error
-        if answer.outcome == "rejected":
-            raise BackendFailed(answer.reason)
-        return answer.in_force_bytes
+            return client if os.getsid(client.status().pid) == leader else None
+        except (PeerLost, ProcessLookupError):  # a file that a dead process left
+            return None
+
+
+def _give_back(client: ControlClient) -> int:
+    client.evict(client.status().held_bytes)  # not `cached_bytes`: SGLang's tree counts what it caches as owned
+    client.trim()
+    return client.status().held_bytes
+
+
+def _limit(client: ControlClient, limit: Amount) -> int:
+    answer = client.limit(limit.of(client.status().budget_bytes))
+    if answer.outcome == "rejected":
+        raise BackendFailed(answer.reason)
+    return answer.in_force_bytes

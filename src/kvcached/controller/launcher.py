@@ -162,18 +162,18 @@ class EngineBackend:
     async def _sleep(self) -> None:
         await self._end_revivals()
         if self._model.sleeps == "kv":
-            for memory in self._memory_of_those_up():
-                await memory.give_back()
+            for leader, memory in self._memory_of_those_up():
+                await memory.give_back(leader)
         if self._controls is not None:
             await asyncio.gather(*(self._controls.sleep(replica.address) for replica in self._replicas if replica.up))
 
-    def _memory_of_those_up(self) -> list[KvMemory]:
-        return [memory for replica, memory in zip(self._replicas, self._kv_memory, strict=False) if replica.up]
+    def _memory_of_those_up(self) -> list[tuple[int | None, KvMemory]]:
+        return [(replica.pid, memory) for replica, memory in zip(self._replicas, self._kv_memory, strict=False) if replica.up]
 
     async def limit_kv(self, limit: Amount) -> list[int]:
         if not (memories := self._memory_of_those_up()):
             raise BackendFailed("it has no elastic KV cache now: " + ("no server of it is up" if self._kv_memory else "`elastic` is false"))
-        return [await memory.limit(limit) for memory in memories]
+        return [await memory.limit(limit, leader) for leader, memory in memories]
 
     async def wake(self) -> None:
         try:
