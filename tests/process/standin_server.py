@@ -66,7 +66,7 @@ class Handler(BaseHTTPRequestHandler):
 def main() -> None:
     note("start")
     if (FOLDER / "die").exists():
-        print("it cannot start", flush=True)
+        print((FOLDER / "die").read_text() or "it cannot start", flush=True)
         sys.exit(3)
     while (FOLDER / "linger").exists():
         time.sleep(0.05)

@@ -213,6 +213,13 @@ def test_one_that_cannot_start_is_tried_three_times_and_then_told(tmp_path: Path
         assert it.call("/health/chat", method="GET")[0] == 503
 
 
+def test_what_can_be_done_about_it_is_told(tmp_path: Path) -> None:
+    (tmp_path / "die").write_text("  Value error, Sleep mode is not supported on current platform.\nFor more\nsee\nthere\n")
+    with running(tmp_path) as it:
+        _, body = it.ask()
+        assert "see / there -> the engine found no GPU: write `card: host:0`" in json.loads(body)["error"]["message"]
+
+
 def test_what_a_killed_gateway_left_is_ended_by_the_next(tmp_path: Path) -> None:
     with running(tmp_path) as it:
         pid = it.engine_pid()

@@ -14,7 +14,7 @@ from kvcached.controller.fleet import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from kvcached.controller.process import EngineProcess, free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     import aiohttp
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcached.controller")
 POLL_S: Final = 0.2
+_ADVICE: Final = {"Sleep mode is not supported": "the engine found no GPU: write `card: host:0`, or `sleep: kv` or `stop`"}
+"""What an engine may say in the end, and what to do about it."""
 
 
 class EngineBackend:
@@ -98,7 +100,9 @@ class EngineBackend:
         process = self._processes[replica.address]
         while not await answers(self._session, replica.address):
             if not process.running:
-                raise BackendFailed(f"{process.title} ended before it was ready: {await process.last_words()}")
+                said = await process.last_words()
+                advice = advice_on(process.tail)
+                raise BackendFailed(f"{process.title} ended before it was ready: {said}{advice}")
             await asyncio.sleep(POLL_S)
         replica.up = True
 
@@ -199,3 +203,9 @@ class EngineBackend:
             _log.warning("%s: neither awake nor asleep: %s", self._name, error)
             return False
         return True
+
+
+def advice_on(lines: Iterable[str]) -> str:
+    """To be put behind an engine's last words; empty without any."""
+    text = "\n".join(lines)
+    return "".join(f" -> {advice}" for words, advice in _ADVICE.items() if words in text)
