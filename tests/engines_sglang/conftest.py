@@ -33,6 +33,6 @@ def group_of(item: pytest.Item) -> str:
 
 
 @pytest.fixture(scope="session")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Batch]:
+def ran(tmp_path_factory: pytest.TempPathFactory, is_full: bool) -> dict[str, Batch]:
     """All cases of each release; a release's are run when the first of its results is looked at."""
-    return batches(lambda version: tmp_path_factory.mktemp(f"sg{version.replace('.', '')}"))
+    return batches(lambda version: tmp_path_factory.mktemp(f"sg{version.replace('.', '')}"), full=is_full)

@@ -6,12 +6,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from sglang_harness.matrix import COMPARED, NEWEST, OLDER, VARIANTS
+from sglang_harness.matrix import COMPARED, NEWEST, OLDER, QUICK, VARIANTS
 
 if TYPE_CHECKING:
     from sglang_harness.cases import Batch
 
-PAIRS = [(version, case.name) for version, cases in COMPARED.items() for case in cases]
+PAIRS = [
+    pytest.param(version, case.name, marks=() if case in QUICK[version] else pytest.mark.full)
+    for version, cases in COMPARED.items()
+    for case in cases
+]
 
 
 def require_spread(tokens: dict[str, list[int]]) -> None:

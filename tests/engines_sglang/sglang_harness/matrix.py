@@ -20,20 +20,32 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}  # SGLang's Triton kernels on CPU tensor
 SQUEEZE_PAGES = 8
 SQUEEZE = {"limits": [[8, SQUEEZE_PAGES], [60, 60]], "new_tokens": 64}
 INTERPRETER_SIZES = {"prompts": 2, "step": 60, "new_tokens": 3}
+EXPERTS = {"expert_biases": True}
 
-LLAMA_1 = Case("llama-1", arguments={"page_size": 1})
-LLAMA_16 = Case("llama-16")
-QWEN_16 = Case("qwen3-16", model="qwen3")
-MLA_16 = Case("mla-16", model="deepseek", also={"absorbed_mla": True})
+
+def product_of(page_size: int) -> tuple[Case, ...]:
+    """One of each kind of model, with this page size."""
+    arguments = {"page_size": page_size}
+    interpreted = {"attention_backend": "triton", "max_total_tokens": 1024}
+    return (
+        Case(f"llama-{page_size}", arguments=arguments),
+        Case(f"qwen3-{page_size}", model="qwen3", arguments=arguments),
+        Case(f"mla-{page_size}", model="deepseek", arguments=arguments, also={"absorbed_mla": True}),
+        Case(
+            f"windows-{page_size}",
+            model="gptoss",
+            arguments=arguments | interpreted,
+            also=INTERPRETER_SIZES | EXPERTS,
+            environment=INTERPRETED,
+        ),
+    )
+
+
+LLAMA_1, QWEN_1, MLA_1, WINDOWS_1 = product_of(1)
+LLAMA_16, QWEN_16, MLA_16, WINDOWS_16 = product_of(16)
+PRODUCT = (*product_of(1), *product_of(16))
 TRITON_16 = Case(
     "triton-16", arguments={"attention_backend": "triton", "max_total_tokens": 1024}, also=INTERPRETER_SIZES, environment=INTERPRETED
-)
-WINDOWS_1 = Case(
-    "windows-1",
-    model="gptoss",
-    arguments={"attention_backend": "triton", "max_total_tokens": 1024, "page_size": 1},
-    also=INTERPRETER_SIZES,
-    environment=INTERPRETED,
 )
 # With another that the stock engine has to match: (case, the case whose stock tokens it must give).
 VARIANTS: dict[str, tuple[Case, Case]] = {
@@ -43,9 +55,15 @@ VARIANTS: dict[str, tuple[Case, Case]] = {
     "no-chunks": (Case("no-chunks", arguments={"chunked_prefill_size": -1}), LLAMA_16),
     "test-retract": (Case("test-retract", environment={"SGLANG_TEST_RETRACT": "1"}), LLAMA_16),
 }
-COMPARED: dict[str, tuple[Case, ...]] = {
+# Each with the stock engine. The rest of the product is run with --full.
+QUICK: dict[str, tuple[Case, ...]] = {
     NEWEST: (LLAMA_1, LLAMA_16, QWEN_16, MLA_16, TRITON_16, WINDOWS_1),
-    **dict.fromkeys(OLDER, (LLAMA_16,)),
+    "0.5.21": (LLAMA_16, MLA_1),
+    "0.5.17": (LLAMA_16, QWEN_1),
+    "0.5.11": (LLAMA_16, QWEN_16, MLA_16),
+}
+COMPARED: dict[str, tuple[Case, ...]] = {
+    version: (*quick, *(case for case in PRODUCT if case not in quick)) for version, quick in QUICK.items()
 }
 SQUEEZED = (Case("squeeze-1", "squeeze", arguments={"page_size": 1}, also=SQUEEZE), Case("squeeze-16", "squeeze", also=SQUEEZE))
 LONG = Case("long", "hopeless", environment={"KVCACHED_LIMIT": "1MiB"}, also={"long": 700, "longest": 480})
@@ -87,15 +105,16 @@ LIMITS: dict[str, tuple[Case, ...]] = {
 }
 
 
-def cases_of(version: str) -> list[Case]:
-    cases = [side for case in COMPARED[version] for side in (case.static(), case)]
+def cases_of(version: str, *, full: bool) -> list[Case]:
+    compared = COMPARED[version] if full else QUICK[version]
+    cases = [side for case in compared for side in (case.static(), case)]
     cases += LIMITS[version]
-    if version != NEWEST:
+    if version != NEWEST and PAGES_OF_ONE not in cases:
         cases.append(PAGES_OF_ONE)
     if version == NEWEST:
         cases += [*(case for case, _ in VARIANTS.values()), *REFUSALS, BOOKS, *LATE]
     return cases
 
 
-def batches(folder_of: Callable[[str], Path]) -> dict[str, Batch]:
-    return {version: Batch(version, cases_of(version), folder_of(version), INTERPRETED) for version in VERSIONS}
+def batches(folder_of: Callable[[str], Path], *, full: bool) -> dict[str, Batch]:
+    return {version: Batch(version, cases_of(version, full=full), folder_of(version), INTERPRETED) for version in VERSIONS}

@@ -21,6 +21,10 @@ Case = dict[str, Any]
 def start(release: Release, case: Case) -> Engine:
     if case.get("absorbed_mla"):
         use_absorbed_mla()
+    if case.get("expert_biases") and release < (0, 5, 17):
+        load_whole_expert_biases()
+    if case.get("gated_norm"):
+        use_gated_norm()
     return Engine(release, case["model"], **case["arguments"])
 
 
@@ -29,6 +33,28 @@ def use_absorbed_mla() -> None:
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
 
     handler.AttentionBackendRegistry.register("torch_native", lambda attention, batch: handler._dispatch_mla_subtype(attention, batch))
+
+
+def load_whole_expert_biases() -> None:
+    """On a CPU these releases narrow the bias of an expert in a dimension that it does not have."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    load = FusedMoE._load_w2
+
+    def load_bias_or(layer: Any, expert_data: torch.Tensor, *, loaded_weight: torch.Tensor, is_bias: bool = False, **others: Any) -> None:
+        if is_bias:
+            expert_data.copy_(loaded_weight)
+        else:
+            load(layer, expert_data=expert_data, loaded_weight=loaded_weight, **others)
+
+    FusedMoE._load_w2 = load_bias_or
+
+
+def use_gated_norm() -> None:
+    """The Triton kernel of this norm is written with block pointers, which the interpreter has no more; so the one for CPUs is taken."""
+    from sglang.kernels.ops.attention.fla import fused_norm_gate
+
+    fused_norm_gate._use_cpu = True
 
 
 def prompt(number: int, length: int) -> list[int]:
@@ -48,7 +74,8 @@ def pools_of(engine: Engine) -> list[Any]:
     allocator = engine.scheduler.token_to_kv_pool_allocator
     parts = [getattr(allocator, name, None) for name in ("full_attn_allocator", "swa_attn_allocator")]
     parts = [part for part in parts if part is not None] or [allocator]
-    return [part.kvcached_bank for part in parts if hasattr(part, "kvcached_gates")]
+    states = getattr(engine.scheduler.req_to_token_pool, "mamba_allocator", None)
+    return [part.kvcached_bank for part in (*parts, states) if hasattr(part, "kvcached_bank")]
 
 
 def tokens(release: Release, case: Case) -> dict[str, Any]:
@@ -169,6 +196,26 @@ def squeeze(release: Release, case: Case) -> dict[str, Any]:
         "seen": seen,
         "page_blocks": bank.pool.geometry.max_blocks_per_page,
     } | after_flush(engine)
+
+
+def states(release: Release, case: Case) -> dict[str, Any]:
+    """Little memory for the states of a hybrid model: few requests run at the same time, and the tree gives states up."""
+    engine = start(release, case)
+    allocator = engine.scheduler.req_to_token_pool.mamba_allocator
+    seen: list[list[int]] = []
+
+    def watch(_: Engine) -> None:
+        held = len(allocator.kvcached_spare)
+        used = allocator.kvcached_bank.out_pages - held
+        seen.append([len(engine.scheduler.running_batch.reqs), used, held, len(set(allocator.free_slots.tolist()))])
+
+    send_round(engine, case, "a")
+    first = engine.run(watch)
+    send_round(engine, case, "b")
+    second = engine.run(watch)
+    most, size = allocator.kvcached_gate.most_slots, allocator.size
+    kept = allocator.kvcached_gate.tree.evictable()
+    return {"tokens": first | second, "seen": seen, "most": most, "size": size, "kept": kept} | after_flush(engine)
 
 
 def hopeless(release: Release, case: Case) -> dict[str, Any]:
