@@ -55,6 +55,19 @@ GPT_OSS: dict[str, Any] = {
     "sliding_window": 32,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+QWEN3_NEXT: dict[str, Any] = {
+    **SHAPE,
+    "layer_types": ["linear_attention", "full_attention"],
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
 
 
 def model_of(kind: str) -> Any:
@@ -65,6 +78,7 @@ def model_of(kind: str) -> Any:
         "qwen3": lambda: transformers.Qwen3Config(**SHAPE),
         "deepseek": lambda: transformers.DeepseekV2Config(**DEEPSEEK),
         "gptoss": lambda: transformers.GptOssConfig(**GPT_OSS),
+        "qwen3next": lambda: transformers.Qwen3NextConfig(**QWEN3_NEXT),
     }
     return transformers.AutoModelForCausalLM.from_config(configs[kind]())
 

@@ -55,17 +55,33 @@ VARIANTS: dict[str, tuple[Case, Case]] = {
     "no-chunks": (Case("no-chunks", arguments={"chunked_prefill_size": -1}), LLAMA_16),
     "test-retract": (Case("test-retract", environment={"SGLANG_TEST_RETRACT": "1"}), LLAMA_16),
 }
+HYBRID_1 = Case(
+    "hybrid-1",
+    model="qwen3next",
+    arguments={"page_size": 1, "mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True},
+    also={"gated_norm": True, "prompts": 4, "new_tokens": 12},
+)
 # Each with the stock engine. The rest of the product is run with --full.
 QUICK: dict[str, tuple[Case, ...]] = {
-    NEWEST: (LLAMA_1, LLAMA_16, QWEN_16, MLA_16, TRITON_16, WINDOWS_1),
+    NEWEST: (LLAMA_1, LLAMA_16, QWEN_16, MLA_16, TRITON_16, WINDOWS_1, HYBRID_1),
     "0.5.21": (LLAMA_16, MLA_1),
     "0.5.17": (LLAMA_16, QWEN_1),
     "0.5.11": (LLAMA_16, QWEN_16, MLA_16),
 }
+WITH_STATES = (NEWEST, "0.5.21")
 COMPARED: dict[str, tuple[Case, ...]] = {
-    version: (*quick, *(case for case in PRODUCT if case not in quick)) for version, quick in QUICK.items()
+    version: (*quick, *(case for case in (*PRODUCT, HYBRID_1) if case not in quick and (case is not HYBRID_1 or version in WITH_STATES)))
+    for version, quick in QUICK.items()
 }
 SQUEEZED = (Case("squeeze-1", "squeeze", arguments={"page_size": 1}, also=SQUEEZE), Case("squeeze-16", "squeeze", also=SQUEEZE))
+FEW_STATES = Case(
+    "few-states",
+    "states",
+    HYBRID_1.model,
+    arguments=HYBRID_1.arguments | {"max_mamba_cache_size": 32},
+    environment={"KVCACHED_LIMIT": "320KiB"},
+    also=HYBRID_1.also,
+)
 LONG = Case("long", "hopeless", environment={"KVCACHED_LIMIT": "1MiB"}, also={"long": 700, "longest": 480})
 LOWERED = Case("lowered", "lowered", arguments={"max_running_requests": 1}, also={"pages": 10})
 PARKED = Case("parked", "parked", also={"pages": 4})
@@ -112,7 +128,7 @@ def cases_of(version: str, *, full: bool) -> list[Case]:
     if version != NEWEST and PAGES_OF_ONE not in cases:
         cases.append(PAGES_OF_ONE)
     if version == NEWEST:
-        cases += [*(case for case, _ in VARIANTS.values()), *REFUSALS, BOOKS, *LATE]
+        cases += [*(case for case, _ in VARIANTS.values()), *REFUSALS, BOOKS, *LATE, FEW_STATES]
     return cases
 
 

@@ -214,8 +214,13 @@ def states(release: Release, case: Case) -> dict[str, Any]:
     send_round(engine, case, "b")
     second = engine.run(watch)
     most, size = allocator.kvcached_gate.most_slots, allocator.size
-    kept = allocator.kvcached_gate.tree.evictable()
-    return {"tokens": first | second, "seen": seen, "most": most, "size": size, "kept": kept} | after_flush(engine)
+    cache = engine.scheduler.req_to_token_pool.mamba_pool.mamba_cache
+    cells = [tensor.stride(1) * tensor.element_size() for tensor in (*cache.conv, cache.temporal)]
+    rows = [tensor[:, 0].numel() * tensor.element_size() for tensor in (*cache.conv, cache.temporal)]
+    page = allocator.kvcached_bank.pool.geometry.page_bytes
+    return {"tokens": first | second, "seen": seen, "most": most, "size": size, "cells": cells, "rows": rows, "page": page} | after_flush(
+        engine
+    )
 
 
 def hopeless(release: Release, case: Case) -> dict[str, Any]:

@@ -14,12 +14,14 @@ from kvcached.config import check_public_package, configure_logging, load_settin
 from kvcached.engines.sglang import admission
 from kvcached.engines.sglang.gate import Gates
 from kvcached.engines.sglang.install import install_seams, is_installed
-from kvcached.engines.sglang.memory import EngineMemory, PoolMemory
+from kvcached.engines.sglang.memory import EngineMemory, TokenMemory
 from kvcached.engines.sglang.seams import seams_of
-from kvcached.engines.sglang.support import require_features, require_pool, require_release
+from kvcached.engines.sglang.states import STATES_OF_A_REQUEST, StateMemory, states_of
+from kvcached.engines.sglang.support import require_features, require_pool, require_release, require_states
 from kvcached.engines.sglang.watch import SchedulerWatch
 from kvcached.engines.sglang.zeros import ZerosFromArena
 from kvcached.errors import EngineNotSupported, PeerLost
+from kvcached.units import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +65,10 @@ class Adapter:
     # ------------------------------------------------------------------ memory
 
     def virtual_bytes(self, original: Callable[..., Any], holder: Any, *args: Any, **kwargs: Any) -> int:
-        return self._open(holder).virtual_bytes()
+        size_bytes = self._open(holder).virtual_bytes()
+        if getattr(holder, "mambaish_config", None) is None:
+            return size_bytes
+        return int(holder._handle_max_mamba_cache(size_bytes / GIB) * GIB)  # sets how many states there are; what is left is for tokens
 
     def _open(self, holder: Any) -> EngineMemory:
         """`holder`: what SGLang sizes its pools with; it knows the device."""
@@ -93,28 +98,42 @@ class Adapter:
     def create_mha_buffers(self, original: Callable[..., Any], kv_pool: Any) -> None:
         require_pool(kv_pool)
         rows = [(kv_pool.head_num, kv_pool.head_dim), (kv_pool.head_num, kv_pool.v_head_dim)] * kv_pool.layer_num
-        tensors = self._make_part(kv_pool, rows).tensors()
+        tensors = TokenMemory(self.memory, kv_pool, rows).tensors()
         kv_pool.k_buffer, kv_pool.v_buffer = tensors[::2], tensors[1::2]
 
     def create_mha_buffers_and_rest(self, original: Callable[..., Any], kv_pool: Any) -> None:
         """The original makes its buffers by `torch.zeros`, K of all layers and then V, and notes their addresses."""
         require_pool(kv_pool)
         rows = [(kv_pool.head_num, kv_pool.head_dim)] * kv_pool.layer_num + [(kv_pool.head_num, kv_pool.v_head_dim)] * kv_pool.layer_num
-        with ZerosFromArena(self._make_part(kv_pool, rows).tensors()) as zeros:
+        with ZerosFromArena(TokenMemory(self.memory, kv_pool, rows).tensors()) as zeros:
             original(kv_pool)
         zeros.require_answered()
         kv_pool.data_strides = torch.tensor([cache.stride(0) * cache.element_size() for cache in (*kv_pool.k_buffer, *kv_pool.v_buffer)])
 
-    def _make_part(self, kv_pool: Any, rows: list[tuple[int, int]]) -> PoolMemory:
-        return PoolMemory(self.memory, kv_pool, rows, "window" if self.memory.parts else "")
-
     def create_mla_buffers(self, original: Callable[..., Any], kv_pool: Any) -> None:
         require_pool(kv_pool)
-        kv_pool.kv_buffer = self._make_part(kv_pool, [(1, kv_pool.kv_cache_dim)] * kv_pool.layer_num).tensors()
+        kv_pool.kv_buffer = TokenMemory(self.memory, kv_pool, [(1, kv_pool.kv_cache_dim)] * kv_pool.layer_num).tensors()
+
+    def create_states(self, original: Callable[..., Any], state_pool: Any, *args: Any, **kwargs: Any) -> None:
+        """The original makes its buffers by `torch.zeros`: each kind of convolution's states of all layers, then the temporal ones."""
+        if self.memory.accord is not None:
+            raise EngineNotSupported("a hybrid model with states of linear attention cannot be elastic on several ranks in this release")
+        states = states_of(kwargs)
+        memory = StateMemory(self.memory, state_pool, states, slots=kwargs["size"] + 1)
+        tensors = memory.tensors()
+        with ZerosFromArena([*tensors]) as zeros:
+            original(state_pool, *args, **kwargs)
+        zeros.require_answered()
+        cache = state_pool.mamba_cache
+        if [tensor.data_ptr() for tensor in (*cache.conv, cache.temporal)] != [tensor.data_ptr() for tensor in tensors]:
+            raise EngineNotSupported("SGLang lays its states out anew for the kernels of this CPU")
 
     def adopt_configured(self, original: Callable[..., Any], configurator: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(configurator, *args, **kwargs)
-        self._adopt(result.token_to_kv_pool_allocator, result.token_to_kv_pool, configurator.model_config.context_len)
+        gates = self._adopt(result.token_to_kv_pool_allocator, result.token_to_kv_pool, configurator.model_config.context_len)
+        if hasattr(result.req_to_token_pool, "mamba_pool"):
+            require_states(configurator, result.req_to_token_pool)
+            self._adopt_states(result.req_to_token_pool, gates)
         return result
 
     def adopt_runner(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +141,7 @@ class Adapter:
         self._adopt(runner.token_to_kv_pool_allocator, runner.token_to_kv_pool, runner.model_config.context_len)
         return result
 
-    def _adopt(self, allocator: Any, kv_pool: Any, context_tokens: int) -> None:
+    def _adopt(self, allocator: Any, kv_pool: Any, context_tokens: int) -> Gates:
         from kvcached.engines.sglang.allocators import adopt
         from kvcached.engines.sglang.window_allocator import adopt_windows
 
@@ -130,9 +149,17 @@ class Adapter:
             return self.memory.part_of(pool).start(context_tokens)
 
         if hasattr(allocator, "swa_attn_allocator"):
-            adopt_windows(allocator, gate_of)
-        else:
-            adopt(allocator, Gates(gate_of(kv_pool)))
+            return adopt_windows(allocator, gate_of)
+        gates = Gates(gate_of(getattr(kv_pool, "full_kv_pool", kv_pool)))  # of a hybrid model: the pool of its attention
+        adopt(allocator, gates)
+        return gates
+
+    def _adopt_states(self, req_to_token_pool: Any, gates: Gates) -> None:
+        from kvcached.engines.sglang.state_slots import adopt_states
+
+        gate = self.memory.part_of(req_to_token_pool.mamba_pool).start(STATES_OF_A_REQUEST)
+        extra = req_to_token_pool.mamba_ping_pong_track_buffer_size if req_to_token_pool.enable_mamba_extra_buffer else 0
+        gates.states = adopt_states(req_to_token_pool.mamba_allocator, gate, extra)
 
     # ------------------------------------------------------------------ admission
 
@@ -197,10 +224,11 @@ class Adapter:
             with self.watch.agreed():
                 self.watch.reopen()
                 plan = original(scheduler, *args, **kwargs)
-                if getattr(plan, "batch_to_run", plan) is None:
+                batch = getattr(plan, "batch_to_run", plan)
+                if batch is None:
                     self.watch.end_hopeless()
                 else:
-                    self.watch.begin_step()
+                    self.watch.begin_step(batch)
             return plan
 
     def retract(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,17 +237,17 @@ class Adapter:
         self.watch.note_preemptions(len(result[0]))
         return result
 
-    def finish_step(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    def finish_step(self, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self.watch.lock:
-            result = original(scheduler, *args, **kwargs)
+            outcome = original(scheduler, batch, *args, **kwargs)
             self.watch.finish_step()
-            self.watch.tidy()
-            return result
+            self.watch.tidy(batch)
+            return outcome
 
     def idle(self, original: Callable[..., Any], scheduler: Any) -> Any:
         with self.watch.lock:
-            self.watch.finish_all()
             self.watch.tidy()
+            self.watch.finish_all()
             return original(scheduler)
 
     def sleep(self, original: Callable[..., Any], scheduler: Any) -> Any:

@@ -26,6 +26,9 @@ def admit(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwar
             return _no_token()
         if not gates.admits(needed, reserved=_reserved(adder, gates)):
             return _no_token()
+        if not gates.can_run(_count_running(adder) + 1):
+            gates.turned_away(needed)
+            return _no_token()
         return original(adder, req, *args, **kwargs)
 
 
@@ -67,6 +70,12 @@ def check_decode(original: Callable[..., Any], batch: Any, selected_indices: lis
 
 def _is_parked(adder: Any) -> bool:
     return bool(getattr(getattr(adder, "memory_budget", adder), "kvcached_parked", False))
+
+
+def _count_running(adder: Any) -> int:
+    """Requests that decode, that have been let in, and the one whose prefill is under way, if there is one."""
+    running = adder.running_batch
+    return len(adder.can_run_list) + 1 + (0 if running is None else len(running.reqs))
 
 
 def _reserved(adder: Any, gates: Gates) -> int:

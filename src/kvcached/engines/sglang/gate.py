@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvcached.engines.sglang.bank import PageBank
+    from kvcached.engines.sglang.state_slots import ElasticStateAllocator
 
 _BACKOFF_S: Final = 0.02
 _ASK_AGAIN_S: Final = 0.25
@@ -44,14 +45,14 @@ class NoTree:
 
 
 class FullTree:
-    """The slots of full attention: all there are, but in a model with sliding windows."""
+    """The slots of full attention: all there are, but in a model with sliding windows, or with states."""
 
-    def __init__(self, tree: Any, *, beside_windows: bool = False) -> None:
+    def __init__(self, tree: Any, *, beside_others: bool = False) -> None:
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
         self._tree = tree
         self._params = EvictParams
-        self._size = tree.full_evictable_size if beside_windows else tree.evictable_size
+        self._size = tree.full_evictable_size if beside_others else tree.evictable_size
 
     def evictable(self) -> int:
         return int(self._size())
@@ -74,6 +75,22 @@ class WindowTree:
 
     def evict(self, slots: int) -> int:
         return int(self._tree.evict(self._params(num_tokens=0, swa_num_tokens=slots)).swa_num_tokens_evicted)
+
+
+class StateTree:
+    """The states of linear attention, in a hybrid model."""
+
+    def __init__(self, tree: Any) -> None:
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        self._tree = tree
+        self._params = EvictParams
+
+    def evictable(self) -> int:
+        return int(self._tree.mamba_evictable_size()) if self._tree.supports_mamba() else 0
+
+    def evict(self, slots: int) -> int:
+        return int(self._tree.evict(self._params(num_tokens=0, mamba_num=slots)).mamba_num_evicted)
 
 
 class Gate:
@@ -125,6 +142,16 @@ class Gate:
         if 0 < missing <= self.bank.arriving_pages:
             self.bank.settle(wait=True)
         return not pool.missing(pages)
+
+    def make_ready(self, slots: int, *, urgent: bool) -> bool:
+        """Whether so many slots can be taken now, after mapping pages if need be; nothing is evicted."""
+        pool, pages = self.bank.pool, self.pages(slots)
+        self.bank.settle()
+        if (missing := pages - pool.available()) > 0:
+            self._grow(missing, urgent=urgent, insist=urgent)
+        if 0 < pages - pool.available() <= self.bank.arriving_pages:
+            self.bank.settle(wait=True)
+        return pool.available() >= pages
 
     def may_have(self, slots: int) -> bool:
         """Whether asking for so many slots again, after a refusal, is worth the time."""
@@ -204,6 +231,7 @@ class Gates:
         self.page_slots = full.bank.page_slots
         self.mixes_decode = False  # whether requests decode in the batch of a prefill
         self.refused_slots = 0  # of the prefill that was turned away last
+        self.states: ElasticStateAllocator | None = None  # of a hybrid model
 
     @property
     def window(self) -> Gate:
@@ -211,12 +239,25 @@ class Gates:
 
     def watch_tree(self, tree: Any) -> None:
         """From here on the tree gives up what it can spare."""
-        self.full.tree = FullTree(tree, beside_windows=self._window is not None)
+        self.full.tree = FullTree(tree, beside_others=self._window is not None or self.states is not None)
         if self._window is not None:
             self._window.tree = WindowTree(tree)
+        if self.states is not None:
+            self.states.kvcached_gate.tree = StateTree(tree)
+
+    @property
+    def banks(self) -> list[PageBank]:
+        """All that SGLang takes slots of."""
+        banks = [gate.bank for gate in self.all]
+        return banks if self.states is None else [*banks, self.states.kvcached_bank]
 
     def can_evict(self) -> bool:
-        return any(gate.tree.evictable() for gate in self.all)
+        trees = [gate.tree for gate in self.all] + ([] if self.states is None else [self.states.kvcached_gate.tree])
+        return any(tree.evictable() for tree in trees)
+
+    def can_run(self, requests: int) -> bool:
+        """Whether so many requests can run, as far as it is a question of what each of them has one of."""
+        return self.states is None or self.states.kvcached_admits(requests)
 
     def prepare(self, slots: int) -> None:
         for gate in self.all:
@@ -241,7 +282,7 @@ class Gates:
         served = self.refused_slots > 0 and all([gate.may_have(self.refused_slots) for gate in self.all])
         if served:
             self.refused_slots = 0
-        return any([gate.has_freed() for gate in self.all]) or served
+        return (any([gate.has_freed() for gate in self.all]) or served) and (self.states is None or self.states.kvcached_may_have())
 
     def secure_chunk(self, slots: int, reserved: int) -> int | None:
         """As many slots of `slots` as can be had beside `reserved` ones, in whole pages where they are fewer; None for none."""

@@ -118,24 +118,25 @@ class EngineMemory:
 
 
 class PoolMemory:
-    """One KV pool of SGLang's over an arena; `start` makes it the pool of an allocator."""
+    """One pool of SGLang's over an arena; `start` makes it the pool of an allocator."""
 
-    def __init__(self, engine: EngineMemory, kv_pool: Any, rows: Sequence[tuple[int, int]], part: str = "") -> None:
-        """`rows`: (heads, elements of a head) of each tensor, in the order in which `tensors` returns them.
+    def __init__(
+        self, engine: EngineMemory, kv_pool: Any, rows_bytes: Sequence[int], *, slots: int, page_slots: int, part: str = ""
+    ) -> None:
+        """`rows_bytes`: of a slot in each tensor, in their order. `part` tells the pools of an engine apart.
 
         Raises `GeometryError`, `PoolExhausted` (no room for the first page), `PeerRefused` (name in use).
         """
         self.kv_pool = kv_pool
         self.engine = engine
-        self._rows = rows
-        self._dtype: torch.dtype = kv_pool.store_dtype
         self.identity = engine.identity.part(part)
-        self.slots = kv_pool.size + kv_pool.page_size
-        blocks = ceil_div(self.slots, kv_pool.page_size)
+        self.part = part
+        self.slots = slots
+        self.page_slots = page_slots
         self.placement: Placement = place(
-            [heads * size * self._dtype.itemsize for heads, size in rows],
-            page_slots=kv_pool.page_size,
-            blocks=blocks,
+            rows_bytes,
+            page_slots=page_slots,
+            blocks=ceil_div(slots, page_slots),
             granularity_bytes=engine.card.device.info.granularity_bytes,
             interleaved=engine.interleaved,
             page_bytes_floor=page_floor_bytes(engine.settings.page_size_mb),
@@ -150,28 +151,24 @@ class PoolMemory:
         engine.parts.append(self)
         self.owner: Owner | None = None
 
-    def tensors(self) -> list[torch.Tensor]:
-        """One tensor `[slots, heads, size]` for each row."""
-        item = self._dtype.itemsize
+    def view(self, offset_bytes: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor over the arena; strides are counted in elements."""
         info = self.engine.card.device.info
-        return [
-            torch.from_dlpack(
-                DLPackView(
-                    self.mapper.base_address + offset,
-                    (self.slots, heads, size),
-                    (self.placement.slot_bytes // item, size, 1),
-                    str(self._dtype).removeprefix("torch."),
-                    _DEVICE_TYPES[info.backend],
-                    0 if info.backend == "host" else info.ordinal,
-                    self.mapper,
-                )
+        return torch.from_dlpack(
+            DLPackView(
+                self.mapper.base_address + offset_bytes,
+                tuple(shape),
+                tuple(strides),
+                str(dtype).removeprefix("torch."),
+                _DEVICE_TYPES[info.backend],
+                0 if info.backend == "host" else info.ordinal,
+                self.mapper,
             )
-            for offset, (heads, size) in zip(self.placement.offsets_bytes, self._rows, strict=True)
-        ]
+        )
 
     def start(self, longest_request_tokens: int) -> Gate:
         """Make the pool of slots, with the padding page taken for ever; `EngineMemory.serve` starts its owner."""
-        page_slots = self.kv_pool.page_size
+        page_slots = self.page_slots
         self.owner = Owner(
             self.engine.settings,
             self.mapper,
@@ -202,7 +199,7 @@ class PoolMemory:
         layout = "interleaved" if geometry.planes == 1 else "per layer"
         limit = "" if self.owner is None else f", limit {format_size(self.owner.pool.limits.limit_bytes)}"
         return (
-            f"{type(self.kv_pool).__name__}, page size {self.kv_pool.page_size}, layout {layout}, page {format_size(geometry.page_bytes)}, "
+            f"{type(self.kv_pool).__name__}, page size {self.page_slots}, layout {layout}, page {format_size(geometry.page_bytes)}, "
             f"release step {format_size(geometry.release_step_bytes)}, range {format_size(geometry.range_bytes)}{limit}, "
             f"instance {self.identity.instance}"
         )
@@ -212,6 +209,32 @@ class PoolMemory:
             self.owner.close()
             self.owner = None
         self.mapper.close()
+
+
+class TokenMemory(PoolMemory):
+    """One KV pool of SGLang's."""
+
+    def __init__(self, engine: EngineMemory, kv_pool: Any, rows: Sequence[tuple[int, int]]) -> None:
+        """`rows`: (heads, elements of a head) of each tensor, in the order in which `tensors` returns them. Of two KV pools of an engine
+        the second one is that of sliding windows."""
+        self._rows = rows
+        self._dtype: torch.dtype = kv_pool.store_dtype
+        super().__init__(
+            engine,
+            kv_pool,
+            [heads * size * self._dtype.itemsize for heads, size in rows],
+            slots=kv_pool.size + kv_pool.page_size,
+            page_slots=kv_pool.page_size,
+            part="window" if any(not part.part for part in engine.parts) else "",
+        )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """One tensor `[slots, heads, size]` for each row."""
+        slot = self.placement.slot_bytes // self._dtype.itemsize
+        return [
+            self.view(offset, (self.slots, heads, size), (slot, size, 1), self._dtype)
+            for offset, (heads, size) in zip(self.placement.offsets_bytes, self._rows, strict=True)
+        ]
 
 
 def _card_name(settings: Settings, device: torch.device, rank: int) -> str:

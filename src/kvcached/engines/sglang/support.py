@@ -25,6 +25,8 @@ _ARGUMENTS: Final[tuple[tuple[str, object, str], ...]] = (
     ("enable_kv_cache_sharding", False, "a KV cache that is sharded by pages has a layout of its own"),
     ("enable_pdmux", False, "PD multiplexing runs prefill and decode on streams of its own"),
     ("speculative_algorithm", None, "speculative decoding has a second KV pool on the same slots"),
+    ("enable_linear_replayssm", False, "the rings of a replayed state are not in the pool of states"),
+    ("enable_linear_replayssm_spec", False, "the rings of a replayed state are not in the pool of states"),
     ("pp_size", 1, "a stage of a pipeline has to decide before the stages behind it can say what they have"),
     ("nnodes", 1, "the ranks of an engine must be on one machine"),
     ("enable_dp_attention", False, "data parallel attention has several schedulers in one group of ranks"),
@@ -73,3 +75,21 @@ def require_pool(kv_pool: Any) -> None:
         raise EngineNotSupported(f"the KV layout {layout} cannot be elastic in this release{_OFF}")
     if getattr(kv_pool, "enable_custom_mem_pool", False):
         raise EngineNotSupported(f"a custom memory pool for KV memory cannot be elastic{_OFF}")
+
+
+def require_states(configurator: Any, req_to_token_pool: Any) -> None:
+    """Raises `EngineNotSupported` for a hybrid model whose states are kept in a way that is not known to work at a distance from slot to
+    slot."""
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
+
+    pools = (type(req_to_token_pool), type(req_to_token_pool.mamba_pool))
+    if pools != (HybridReqToTokenPool, MambaPool):
+        raise EngineNotSupported(f"SGLang's {pools[0].__name__} with {pools[1].__name__} cannot be elastic in this release{_OFF}")
+    if str(configurator.device) != "cpu":
+        raise EngineNotSupported(f"hybrid models can be elastic on a CPU only in this release: their kernels for GPUs were not tried{_OFF}")
+    if getattr(configurator, "hybrid_gdn_config", None) is None:
+        raise EngineNotSupported(f"of hybrid models only those with gated delta rules (Qwen3-Next) can be elastic in this release{_OFF}")
+    if getattr(req_to_token_pool, "mamba_ckpt_pool", None) is not None:
+        raise EngineNotSupported(f"a pool of states in 8 bits beside the others cannot be elastic{_OFF}")
+    if getattr(req_to_token_pool.mamba_pool, "_slot_siblings", ()):
+        raise EngineNotSupported(f"states beside those of linear attention cannot be elastic in this release{_OFF}")

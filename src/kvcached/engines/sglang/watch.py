@@ -31,6 +31,7 @@ class SchedulerWatch:
         self._memory = memory
         self._max_cached_tokens = max_cached_tokens
         self._begun = 0
+        self._begun_batch: Any = None
         self._finished = 0
         gates = gates_of(scheduler.token_to_kv_pool_allocator)
         if gates is None:
@@ -87,11 +88,12 @@ class SchedulerWatch:
 
     # ------------------------------------------------------------------ steps
 
-    def begin_step(self) -> None:
+    def begin_step(self, batch: Any) -> None:
         """What is freed from now on may be read by this step."""
         self._begun += 1
-        for gate in self.gates:
-            gate.bank.marker = self._begun
+        self._begun_batch = batch
+        for bank in self._gates.banks:
+            bank.marker = self._begun
 
     def note_preemptions(self, requests: int) -> None:
         self._gates.full.bank.pool.tally.preemptions += requests
@@ -105,18 +107,31 @@ class SchedulerWatch:
         """Nothing is under way."""
         self._finished = self._begun
         self._advance()
+        self._tidy_states(0)
 
     def _advance(self) -> None:
-        for gate in self.gates:
-            gate.bank.pool.advance(self._finished)
+        for bank in self._gates.banks:
+            bank.pool.advance(self._finished)
 
-    def tidy(self) -> None:
+    def tidy(self, batch: Any = None) -> None:
         """Count what has arrived, and keep the prefix cache within its bound."""
+        for bank in self._gates.banks:
+            bank.settle()
         for gate in self.gates:
-            gate.bank.settle()
             if self._ahead_slots:
                 gate.evict_ahead(min(self._ahead_slots, gate.most_slots // _MOST_AHEAD))
+        self._tidy_states(self._count_running(batch))
         self.gates[0].trim_cache(self._max_cached_tokens)
+
+    def _tidy_states(self, running: int) -> None:
+        if self._gates.states is not None:
+            self._gates.states.kvcached_tidy(running)
+
+    def _count_running(self, finished: Any) -> int:
+        """Requests that run, and one more, whose prefill may be under way. `finished`: the batch whose step has just finished."""
+        scheduler = self._scheduler
+        batches = (scheduler.running_batch, scheduler.last_batch, self._begun_batch, finished)
+        return 1 + len({id(req) for batch in batches if batch is not None for req in batch.reqs})
 
     def rest(self) -> None:
         """The cache was flushed on an idle engine: what is empty leaves now."""
@@ -155,7 +170,16 @@ class SchedulerWatch:
                     f"the request needs {needed} tokens of KV cache and the pool can hold {most} at most at its present limit; "
                     "raise its limit (kvctl limit, KVCACHED_LIMIT) or send a shorter request"
                 )
-        return ""
+        return self._no_state()
+
+    def _no_state(self) -> str:
+        states = self._gates.states
+        if states is None or states.kvcached_gate.most_slots >= states.kvcached_per_request:
+            return ""
+        return (
+            f"a request needs {states.kvcached_per_request} states of linear attention and the pool can hold "
+            f"{states.kvcached_gate.most_slots} at most at its present limit; raise its limit (kvctl limit, KVCACHED_LIMIT)"
+        )
 
     def end_hopeless(self) -> None:
         """Nothing could be scheduled. Requests that wait for what can never be there end with an error; others wait for memory."""

@@ -48,7 +48,7 @@ class ElasticWindowAllocator(SWATokenToKVPoolAllocator):
         return [problem for gate in self.kvcached_gates.all for problem in gate.bank.problems()]
 
 
-def adopt_windows(allocator: Any, gate_of: Callable[[Any], Gate]) -> None:
+def adopt_windows(allocator: Any, gate_of: Callable[[Any], Gate]) -> Gates:
     """`gate_of` starts the pool of an inner allocator's KV pool. Raises `EngineNotSupported`."""
     if type(allocator) is not SWATokenToKVPoolAllocator or getattr(allocator, "_swa_req_ring", False):
         raise EngineNotSupported(f"SGLang's {type(allocator).__name__} with a ring of windows for each request cannot be elastic")
@@ -58,3 +58,4 @@ def adopt_windows(allocator: Any, gate_of: Callable[[Any], Gate]) -> None:
     adopt(window, Gates(gates.window))
     allocator.__class__ = ElasticWindowAllocator
     allocator.kvcached_gates = gates
+    return gates

@@ -20,8 +20,10 @@ class ZerosFromArena(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.zeros and self._left and args == (tuple(self._left[0].shape),) and kwargs.get("dtype") is self._left[0].dtype:
-            return self._left.pop(0)
+        if func is torch.zeros and self._left and kwargs.get("dtype") is self._left[0].dtype:
+            size = args[0] if len(args) == 1 else kwargs.get("size")
+            if size == tuple(self._left[0].shape):
+                return self._left.pop(0)
         return func(*args, **kwargs)
 
     def require_answered(self) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A package of SGLang's kernel package's name, for machines without a GPU: SGLang imports names from it that a CPU run never calls.
 
-It registers no operator in `torch.ops.sgl_kernel`: by one of them SGLang tells whether the CPU has AMX kernels, and without it every
-layer runs in plain torch, on any machine alike.
+It registers none of the operators by which SGLang tells whether the CPU has AMX kernels: without them every layer runs in plain torch, on
+any machine alike. `sgl_kernel.mamba` has what there is no plain torch for in SGLang.
 """
 
 from __future__ import annotations
