@@ -68,7 +68,7 @@ QUICK: dict[str, tuple[Case, ...]] = {
     "0.5.17": (LLAMA_16, QWEN_1),
     "0.5.11": (LLAMA_16, QWEN_16, MLA_16),
 }
-WITH_STATES = (NEWEST, "0.5.21")
+WITH_STATES = (NEWEST, "0.5.21", "0.5.17")
 COMPARED: dict[str, tuple[Case, ...]] = {
     version: (*quick, *(case for case in (*PRODUCT, HYBRID_1) if case not in quick and (case is not HYBRID_1 or version in WITH_STATES)))
     for version, quick in QUICK.items()

@@ -37,15 +37,16 @@ def admit_chunk(original: Callable[..., Any], adder: Any, req: Any) -> Any:
     gates = gates_of(adder.token_to_kv_pool_allocator)
     if gates is None:
         return original(adder, req)
-    tokens = gates.secure_chunk(_chunk_of(adder, _extend_tokens(req)), _reserved(adder, gates))
+    wanted = _chunk_of(adder, _extend_tokens(req))
+    tokens = gates.secure_chunk(wanted, _reserved(adder, gates))
     if tokens is None:
         adder.kvcached_parked = True
         if not hasattr(req, "set_extend_range"):  # these releases cache what they take for computed
             req.fill_ids = req.fill_ids[: len(req.prefix_indices)]
             req.set_extend_input_len(0)
         return req
-    if adder.rem_chunk_tokens is not None:
-        adder.rem_chunk_tokens = min(adder.rem_chunk_tokens, tokens)
+    if tokens < wanted and adder.rem_chunk_tokens is not None:  # or what the chunk leaves of the batch is for others
+        adder.rem_chunk_tokens = tokens
     return original(adder, req)
 
 
