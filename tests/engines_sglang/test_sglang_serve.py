@@ -62,7 +62,7 @@ def test_it_says_that_it_is_elastic(server: Server) -> None:
 def test_many_at_once_get_the_answers_of_one_at_a_time(server: Server, control: ControlClient) -> None:
     alone = [server.complete(prompt)[1]["choices"][0]["text"] for prompt in PROMPTS[:3]]
     assert ask_all(server)[:3] == alone
-    assert control.status().owned_bytes > 0
+    assert control.status().cached_bytes > 0
 
 
 def test_a_stream_is_the_same_answer_in_pieces(server: Server) -> None:
@@ -74,7 +74,7 @@ def test_a_stream_is_the_same_answer_in_pieces(server: Server) -> None:
 def test_a_client_that_hangs_up_leaves_nothing_behind(server: Server, control: ControlClient) -> None:
     server.stream("hang up " * 40, 900, pieces=2)
     assert wait_for(lambda: server.call("POST", "/flush_cache")[0] == 200)
-    assert wait_for(lambda: control.status().owned_bytes == control.status().block_bytes)
+    assert wait_for(lambda: (seen := control.status()).owned_bytes + seen.cached_bytes == seen.block_bytes)
 
 
 def test_control_works_on_an_idle_engine_and_limits_act(server: Server, control: ControlClient) -> None:

@@ -74,7 +74,7 @@ def rounds(engine: Engine, case: Case) -> dict[str, Any]:
             if engine.step in limits:
                 set_limit(bank, limits[engine.step], f"-tp{engine.rank.number}" if engine.rank.number else "")
             counts = bank.pool.counts()
-            steps.append([engine.step, counts.limit_pages, counts.held_pages, counts.owned_blocks])
+            steps.append([engine.step, counts.limit_pages, counts.held_pages, bank.pool.ledger.counts().owned_blocks])
 
     send_round(engine, case, "a")
     first = engine.run(watch)

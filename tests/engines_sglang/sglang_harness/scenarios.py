@@ -86,7 +86,7 @@ def tokens(release: Release, case: Case) -> dict[str, Any]:
 
     def watch(_: Engine) -> None:
         for place, bank in enumerate(banks):
-            peaks[place] = max(peaks[place], bank.pool.counts().owned_blocks)
+            peaks[place] = max(peaks[place], bank.pool.ledger.counts().owned_blocks)
 
     send_round(engine, case, "a")
     first = engine.run(watch)
@@ -302,8 +302,8 @@ def asked(release: Release, case: Case) -> dict[str, Any]:
     (bank,) = pools_of(engine)
     send_round(engine, case, "a")
     first = engine.run()
-    owned = bank.pool.counts().owned_blocks
-    answer: dict[str, Any] = {}
+    counts = bank.pool.counts()
+    answer: dict[str, Any] = {"explained": []}
 
     def ask() -> None:
         from kvcached.config import load_settings
@@ -312,7 +312,9 @@ def asked(release: Release, case: Case) -> dict[str, Any]:
 
         settings = load_settings()
         client = ControlClient(endpoint_path(settings.run_dir, settings.instance_name), 5.0)
-        answer["status"] = client.status().owned_bytes // bank.pool.geometry.block_stride_bytes
+        status, block_bytes = client.status(), bank.pool.geometry.block_stride_bytes
+        answer["status"] = [status.owned_bytes // block_bytes, status.cached_bytes // block_bytes]
+        answer["explained"] = [row.reason for row in client.explain().rows]
         answer["evicted"] = client.evict(bank.pool.geometry.range_bytes).given_bytes
         answer["trimmed"] = client.trim().given_bytes
         answer["held"] = settle(lambda: bank.pool.counts().held_pages, lambda pages: pages == 1)
@@ -327,7 +329,7 @@ def asked(release: Release, case: Case) -> dict[str, Any]:
 
     second = engine.run(begin)
     asker.join()
-    return {"tokens": first | second, "owned": owned, "answer": answer} | after_flush(engine)
+    return {"tokens": first | second, "counted": [counts.owned_blocks, counts.cached_blocks], "answer": answer} | after_flush(engine)
 
 
 def occupation(release: Release, case: Case) -> dict[str, Any]:

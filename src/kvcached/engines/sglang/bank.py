@@ -166,7 +166,7 @@ class PageBank:
 
     def problems(self) -> list[str]:
         """What is wrong with the books, in words; usually nothing."""
-        owned = self.pool.counts().owned_blocks - self.pool.standing_blocks
+        owned = self.pool.ledger.counts().owned_blocks - self.pool.standing_blocks
         counted = self.out_pages + self.arriving_pages
         return [] if owned == counted else [f"{counted} pages are counted as handed out, the ledger knows {owned}"]
 

@@ -184,6 +184,7 @@ class PoolMemory:
         bank = PageBank(pool, page_slots, self.engine.device)
         gate = Gate(bank) if self.engine.accord is None else AgreedGate(bank, self.engine.accord)
         pool.reclaim = lambda blocks: self._reclaim(gate, blocks)
+        pool.answers_later = self.engine.accord is not None
         pool.kept_blocks = lambda: gate.pages(gate.tree.evictable())
         self.owner.operations.longest_request_tokens = lambda: gate.most_slots
         return gate

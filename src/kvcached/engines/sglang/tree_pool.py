@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from heapq import nsmallest
 from typing import TYPE_CHECKING
 
 from kvcached.core.tally import Eviction
@@ -17,10 +19,11 @@ if TYPE_CHECKING:
 
 class TreePool(Pool):
     """Made by `adopt`. `reclaim` evicts about so many blocks from the tree, with the lock held, and returns how many it gave.
-    `kept_blocks` says how many the tree keeps for nobody but later requests."""
+    `kept_blocks` says how many the tree keeps for nobody but later requests. `answers_later`: `reclaim` only notes the wish."""
 
     reclaim: Callable[[int], int]
     kept_blocks: Callable[[], int]
+    answers_later = False
 
     @classmethod
     def adopt(cls, pool: Pool, lock: threading.RLock) -> TreePool:
@@ -36,19 +39,34 @@ class TreePool(Pool):
         tree_pool.lock = tree_pool._work._lock = lock
         return tree_pool
 
-    def working_blocks(self, counts: PoolCounts) -> int:
+    def counts(self) -> PoolCounts:
+        """What the tree keeps counts as cached: it is what others may ask for."""
         with self.lock:
-            return super().working_blocks(counts) - self.kept_blocks()
+            counts = super().counts()
+            kept = max(0, min(self.kept_blocks(), counts.owned_blocks - self.standing_blocks))
+            return replace(counts, owned_blocks=counts.owned_blocks - kept, cached_blocks=counts.cached_blocks + kept)
 
     def free_pages(self, pages: int, why: Eviction = Eviction.ASKED) -> None:
-        """Evict from the tree until about `pages` more pages are empty, or it has nothing more to give."""
+        """Evict from the tree until about `pages` more pages are empty, or it has nothing more to give.
+
+        The tree chooses by its own order. So it is asked for as little as can do, what the emptiest pages hold, and then for twice as much
+        each time: it stops when the pages are there.
+        """
         with self.lock:
-            wanted = self._empty_pages() + pages
+            wanted, asked = self._empty_pages() + pages, 0
             while (missing := wanted - self._empty_pages()) > 0:
-                reclaimed = self.reclaim(missing * self.geometry.max_blocks_per_page)
+                asked = max(2 * asked, self._least_blocks(missing))
+                reclaimed = self.reclaim(min(asked, missing * self.geometry.max_blocks_per_page))
                 self.tally.evicted_blocks[why] += reclaimed
                 if not reclaimed:
                     return
+
+    def _least_blocks(self, pages: int) -> int:
+        """What has to go at the least for so many more pages to be empty."""
+        if self.answers_later:
+            return pages * self.geometry.max_blocks_per_page
+        held = [page.owned_blocks for page in self.ledger.pages() if page.owned_blocks and not page.pinned]
+        return max(1, sum(nsmallest(pages, held)))
 
     def _empty_pages(self) -> int:
         return self.ledger.parked_pages + self.ledger.retired_pages
