@@ -6,6 +6,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from kvcached.core.tally import Eviction, Tally
 from kvcached.engines.sglang import gate as gate_module
 from kvcached.engines.sglang.admission import remaining_tokens
@@ -150,3 +152,23 @@ def test_what_the_tree_drops_is_counted_in_blocks_and_by_reason() -> None:
     gate.tree = Tree(4)
     gate.evict_ahead(4)
     assert {why: blocks for why, blocks in bank.pool.tally.evicted_blocks.items() if blocks} == {Eviction.CAP: 2, Eviction.NEED: 2 + 1}
+
+
+def test_one_that_lacks_a_state_is_let_in_when_there_may_be_states_again() -> None:
+    bank = Bank()
+    gates = refused(bank)
+    bank.ready = 10
+    states = SimpleNamespace(kvcached_may_have=lambda: False)
+    gates.states = cast("Any", states)
+    assert not gates.may_reopen()
+    states.kvcached_may_have = lambda: True
+    assert gates.may_reopen()
+
+
+def test_who_evicts_by_himself_gets_only_what_can_be_mapped() -> None:
+    bank = Bank()
+    gate = Gate(cast("Any", bank))
+    gate.tree = cast("Any", SimpleNamespace(evict=pytest.fail, evictable=lambda: 40))
+    assert not gate.make_ready(10, urgent=False)
+    bank.ready = 10
+    assert gate.make_ready(10, urgent=False)

@@ -279,10 +279,12 @@ class Gates:
 
     def may_reopen(self) -> bool:
         """Whether a prefill may have been turned away for memory that may be had now. Says so once."""
+        if self.states is not None and not self.states.kvcached_may_have():
+            return False
         served = self.refused_slots > 0 and all([gate.may_have(self.refused_slots) for gate in self.all])
         if served:
             self.refused_slots = 0
-        return (any([gate.has_freed() for gate in self.all]) or served) and (self.states is None or self.states.kvcached_may_have())
+        return any([gate.has_freed() for gate in self.all]) or served
 
     def secure_chunk(self, slots: int, reserved: int) -> int | None:
         """As many slots of `slots` as can be had beside `reserved` ones, in whole pages where they are fewer; None for none."""
