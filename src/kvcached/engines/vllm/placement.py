@@ -65,7 +65,9 @@ def measure(config: Any, *, interleaved: bool) -> Need:
         return Need(block_bytes, 1, can_pad_stride=True)
     sizes = {layer_bytes(config, layer) for tensor in config.kv_cache_tensors for layer in _layers(tensor)}
     if len(sizes) != 1:
-        raise EngineNotSupported(f"layers with blocks of {sorted(sizes)} bytes cannot have planes of their own; use the interleaved layout")
+        raise EngineNotSupported(
+            f"layers with blocks of {sorted(sizes)} bytes cannot have planes of their own, which the per-layer layout needs"
+        )
     page_bytes = sizes.pop()
     planes = config.kv_cache_tensors[0].size // (page_bytes * blocks) if _is_strided(config) else len(config.kv_cache_tensors)
     return Need(page_bytes, planes, can_pad_stride=False)

@@ -41,6 +41,7 @@ _SCHEDULER: Final = "vllm.v1.core.sched.scheduler:Scheduler"
 _WORKER: Final = "vllm.v1.worker.gpu_worker:Worker"
 _PLATFORM: Final = "vllm.platforms.interface:Platform"
 _INTERFACE: Final = "vllm.v1.kv_cache_interface"
+_LAYER: Final = "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase"
 _RUNNER: Final = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 
 SEAMS: Final[tuple[Seam, ...]] = (
@@ -94,6 +95,13 @@ SEAMS: Final[tuple[Seam, ...]] = (
     Seam(f"{_INTERFACE}:KVCacheTensor.layers", Kind.FIELD, "layers of a tensor", first=(0, 29)),
     Seam(f"{_INTERFACE}:KVCacheTensor.layer_stride", Kind.FIELD, "distance of layers", first=(0, 29)),
     Seam(f"{_INTERFACE}:KVCacheSpec.page_size_bytes", Kind.FIELD, "bytes of one block in one layer"),
+    Seam("vllm.config.vllm:get_layers_from_vllm_config", Kind.CALL, "the layers of a model"),
+    Seam(f"{_LAYER}.get_attn_backend", Kind.CALL, "how a layer's kernels take blocks"),
+    Seam(
+        "vllm.v1.attention.backend:AttentionBackend.get_supported_kernel_block_sizes",
+        Kind.CALL,
+        "blocks that are split for the kernels cannot be interleaved",
+    ),
     Seam(f"{_SCHEDULER}.__init__", Kind.METHOD, "the finished block pool becomes elastic", ("vllm_config", "kv_cache_config")),
     Seam(f"{_SCHEDULER}.schedule", Kind.METHOD, "numbers the steps; holds the pool's lock"),
     Seam(

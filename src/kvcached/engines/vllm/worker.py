@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from kvcached.config import configure_logging, load_settings
 from kvcached.engines.vllm.chain import class_over, is_ours
 from kvcached.engines.vllm.forgotten import close_when_forgotten
+from kvcached.engines.vllm.layouts import backends_of, choose_layout
 from kvcached.engines.vllm.steps import Steps
 from kvcached.engines.vllm.support import require_specs, warn_if_one_request_is_too_long
 from kvcached.engines.vllm.worker_memory import WorkerMemory
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     _Worker = Any
 else:
     _Worker = object
+
+_log = logging.getLogger("kvcached.vllm")
 
 
 def __getattr__(name: str) -> Any:
@@ -68,15 +72,16 @@ class ElasticWorker(_Worker):
             undo.pop_all()
 
     def _place(self, kv_cache_config: Any) -> ZerosFromArena:
-        wanted = self.kvcached_settings.contiguous_layout
-        dense = self.device.type == "cpu" and self.vllm_config.model_config.use_mla  # its kernels view a layer as one dense tensor
-        if wanted and dense:
-            raise EngineNotSupported("MLA on a CPU cannot use the interleaved layout; unset KVCACHED_CONTIGUOUS_LAYOUT")
-        return self._memory.place(
+        choice = choose_layout(
             kv_cache_config,
-            interleaved=not dense if wanted is None else wanted,
-            first_blocks=1 if self.device.type == "cpu" else self._warm_up_blocks(kv_cache_config),
+            backends_of(self.vllm_config),
+            dense_latents=self.device.type == "cpu" and self.vllm_config.model_config.use_mla,
+            wanted=self.kvcached_settings.contiguous_layout,
         )
+        if choice.because:
+            _log.info("layout per layer: %s", choice.because)
+        first_blocks = 1 if self.device.type == "cpu" else self._warm_up_blocks(kv_cache_config)
+        return self._memory.place(kv_cache_config, choice, first_blocks=first_blocks)
 
     def _warm_up_blocks(self, kv_cache_config: Any) -> int:
         """Warm-up steps run on ids 1, 2, ... before there is a scheduler: a full batch of tokens, and a few more for every request."""

@@ -28,6 +28,7 @@ from kvcached.views.dlpack import DeviceType, DLPackView
 if TYPE_CHECKING:
     from kvcached.config import Settings
     from kvcached.core.geometry import BlockGeometry
+    from kvcached.engines.vllm.layouts import LayoutChoice
     from kvcached.ranks.operations import Op
     from kvcached.runtime.mapper import Mapper
     from kvcached.runtime.owner import Owner
@@ -84,27 +85,27 @@ class WorkerMemory:
         if self._other is not None:
             self._other.settle()
 
-    def place(self, kv_cache_config: Any, *, interleaved: bool, first_blocks: int) -> ZerosFromArena:
+    def place(self, kv_cache_config: Any, layout: LayoutChoice, *, first_blocks: int) -> ZerosFromArena:
         """Reserve the range, map the pages of ids 0 .. first_blocks-1, rewrite the strides. Returns what answers the allocation.
 
         Called by all workers of an engine at the same time: they agree on the pages first.
         Raises `EngineNotSupported`, `GeometryError`, `PoolExhausted` (no room for the first pages), `PeerRefused` (name in use).
         """
         ranks = int(self._config.parallel_config.world_size)
-        seat = self._seat(kv_cache_config, interleaved)
+        seat = self._seat(kv_cache_config, layout)
         geometry = agree(seat, exchange(seat, ranks), ranks)
         allocations = place(kv_cache_config, geometry)
         self._mapper = self._open(geometry, _pages_of(first_blocks, geometry))
         return ZerosFromArena([self._tensor(self._mapper, allocation) for allocation in allocations])
 
-    def _seat(self, kv_cache_config: Any, interleaved: bool) -> Seat:
+    def _seat(self, kv_cache_config: Any, layout: LayoutChoice) -> Seat:
         """What this worker needs. What stands against it is told too, since the others wait for its word."""
         stage, problem = None, ""
         try:
-            need = measure(kv_cache_config, interleaved=interleaved)
+            need = measure(kv_cache_config, interleaved=layout.interleaved)
             stage = Stage(need.block_bytes, self._card.device.info.granularity_bytes, need.planes, need.can_pad_stride)
         except EngineNotSupported as error:
-            problem = str(error)
+            problem = "; ".join(filter(None, (str(error), layout.because)))
         return Seat(
             self._identity.instance,
             self._rank,
