@@ -34,6 +34,7 @@ class Case:
     prompts: int = 1_000
     limit_bytes: int = 0  # of a scenario that sets one
     neighbour_bytes: int = 0  # of a scenario with another process on the second card
+    continuations: list[list[list[int]]] = field(default_factory=list)  # of a scenario that scores what engines said to the prompts
 
     @property
     def engine_options(self) -> dict[str, Any]:

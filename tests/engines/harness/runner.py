@@ -6,6 +6,7 @@ python -m harness.runner CASES.json RESULTS.jsonl MODELS
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -22,11 +23,36 @@ from harness.cases import Case
 
 def main(cases_path: str, results_path: str, models: str) -> None:
     cases = [Case(**record) for record in json.loads(Path(cases_path).read_text())]
+    share_what_engines_repeat()
+    before = cases[0].model
     with Path(results_path).open("a", encoding="utf-8") as results:
         for case in cases:
+            if case.model != before:
+                forget_groups()
+            before = case.model
             result = run(case, Path(models))
             results.write(json.dumps({"name": case.name, **result}) + "\n")
             results.flush()
+
+
+def share_what_engines_repeat() -> None:
+    """vLLM looks at a model's class in a process of its own, half a minute for each; here it is imported anyway. And it registers its
+    kernels for every engine, which only the first time goes well in all cases.
+    """
+    from vllm.model_executor.models import registry
+    from vllm.platforms.cpu import CpuPlatform
+
+    registry._run_in_subprocess = lambda look: look()
+    register = getattr(CpuPlatform, "register_triton_kernel_overrides", None)  # since 0.32
+    if register is not None:
+        CpuPlatform.register_triton_kernel_overrides = staticmethod(functools.cache(register))
+
+
+def forget_groups() -> None:
+    """vLLM makes its groups of ranks for the first model of a process; one with experts needs more of them."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
 
 
 def run(case: Case, models: Path) -> dict[str, Any]:

@@ -115,6 +115,7 @@ def generate(engine: Engine) -> dict[str, Any]:
         "peak_pages": peak.pages,
     }
     if engine.memory:
+        result["line"] = engine.memory.describe()
         zero_pages = int("KVCACHED_ZERO_BACKING" in engine.case.settings)
         settled = engine.wait_for(lambda look: is_settled(look, zero_pages))
         result |= {
@@ -124,6 +125,25 @@ def generate(engine: Engine) -> dict[str, Any]:
             "shared_after": shared_bytes(),
         }
     return result
+
+
+def score(engine: Engine) -> dict[str, Any]:
+    """For each list of continuations the most by which one of its tokens is less likely, given all before it, than the likeliest."""
+    from vllm import SamplingParams
+
+    encode = engine.llm.get_tokenizer().encode
+    sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    worst = []
+    for answers in engine.case.continuations:
+        asked = [encode(prompt) + said for prompt, said in zip(load_prompts(), answers, strict=False)]
+        scored = engine.llm.generate([{"prompt_token_ids": ids} for ids in asked], sampling, use_tqdm=False)
+        worst.append(max(_gap(result, len(said)) for result, said in zip(scored, answers, strict=True)))
+    return {"worst": worst}
+
+
+def _gap(result: Any, tokens: int) -> float:
+    places = list(zip(result.prompt_token_ids, result.prompt_logprobs, strict=True))[-tokens:]
+    return max(max(entry.logprob for entry in found.values()) - found[token].logprob for token, found in places)
 
 
 def hopeless(engine: Engine) -> dict[str, Any]:
