@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from aiohttp import web
 from gateway_stage import Stage, play, stage, until
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -44,8 +45,17 @@ def test_requests_tokens_and_durations_are_counted() -> None:
     play(scene)
 
 
+async def broken(request: web.Request) -> web.StreamResponse:
+    return web.Response(status=500)
+
+
 def test_errors_and_refusals() -> None:
     async def scene() -> None:
+        async with stage() as it:
+            it.upstream.script.append(broken)
+            assert [(await it.post())[0] for _ in range(3)] == [500, 200, 200]
+            seen = await samples(it)
+            assert (seen["requests_total", "ok"], seen["requests_total", "error"]) == (2, 1)
         async with stage({"queue": 0, "concurrency": 1}) as it:
             await it.post()
             it.upstream.healthy = False
