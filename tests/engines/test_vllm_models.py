@@ -33,20 +33,21 @@ each_refusal = pytest.mark.parametrize(("version", "case", "said"), [pytest.para
 
 
 @pytest.fixture
-def chosen(is_full: bool) -> list[Cell]:
-    return [cell for cell in ALL if is_full or cell.is_quick]
+def beside(cell: Cell, is_full: bool) -> list[Cell]:
+    """The cells that run in one process: all of a model, or in the quick part one of each."""
+    here = [other for other in ALL if other.version == cell.version]
+    return [other for other in here if (other.model == cell.model if is_full else other.is_quick)]
 
 
 @pytest.fixture
-def stock(cell: Cell, chosen: list[Cell], batches: Batches) -> Batch:
-    cases = dict.fromkeys(other.stock.name for other in chosen if other.version == cell.version)
-    by_name = {other.stock.name: other.stock for other in chosen if other.version == cell.version}
-    return batches(cell.version, tuple(by_name[name] for name in cases), False)
+def stock(cell: Cell, beside: list[Cell], batches: Batches) -> Batch:
+    cases = {other.stock.name: other.stock for other in beside}
+    return batches(cell.version, tuple(cases.values()), False)
 
 
 @pytest.fixture
-def elastic(cell: Cell, chosen: list[Cell], batches: Batches) -> Batch:
-    return batches(cell.version, tuple(other.case for other in chosen if other.version == cell.version), True)
+def elastic(cell: Cell, beside: list[Cell], batches: Batches) -> Batch:
+    return batches(cell.version, tuple(other.case for other in beside), True)
 
 
 @each_cell
@@ -57,8 +58,25 @@ def test_tokens_are_those_of_the_unhooked_engine(cell: Cell, stock: Batch, elast
         assert said == stock[cell.stock.name]["tokens"]
 
 
+def inexact(*, has_blocks: bool) -> pytest.MarkDecorator:
+    chosen = [cell for cell in ALL if not cell.is_exact and bool(BY_NAME[cell.model].blocks) is has_blocks]
+    return pytest.mark.parametrize("cell", [pytest.param(cell, id=f"{cell.version} {cell.case.name}") for cell in chosen])
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("cell", [pytest.param(cell, id=f"{cell.version} {cell.case.name}") for cell in ALL if not cell.is_exact])
+@inexact(has_blocks=True)
+def test_where_batches_change_tokens_they_are_those_of_an_unhooked_engine_with_as_many_blocks(
+    cell: Cell, elastic: Batch, batches: Batches
+) -> None:
+    options = cell.stock.options | {"num_gpu_blocks_override": BY_NAME[cell.model].blocks}
+    other = replace(cell.stock, name=f"{cell.stock.name} as many blocks", options=options)
+    said = batches(cell.version, (other,), False)[other.name]
+    assert elastic[cell.case.name]["tokens"] == said["tokens"]
+    assert said["preemptions"] > 0
+
+
+@pytest.mark.full
+@inexact(has_blocks=False)
 def test_where_batches_change_tokens_each_is_as_likely_as_the_unhooked_engines_are(
     cell: Cell, stock: Batch, elastic: Batch, batches: Batches
 ) -> None:
