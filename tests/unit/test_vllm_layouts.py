@@ -53,7 +53,10 @@ def test_blocks_that_are_split_for_the_kernels_lie_layer_by_layer(sizes):
 
 def test_a_backend_that_cannot_follow_counts_wherever_it_is():
     backends = {"l0": backend(96), "l1": backend(32)}
-    assert not choose_layout(config(ATTENTION, ATTENTION), backends, dense_latents=False, wanted=None).interleaved
+    one_group = config(ATTENTION)
+    one_group.kv_cache_groups[0].layer_names.append("l1")
+    for found in (config(ATTENTION, ATTENTION), one_group):
+        assert not choose_layout(found, backends, dense_latents=False, wanted=None).interleaved
 
 
 @pytest.mark.parametrize("spec", [STATES, MIXED_SPECS])
