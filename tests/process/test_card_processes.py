@@ -342,7 +342,7 @@ def _share_across_pid_namespaces(run_dir: Path, observer: Card) -> None:
 @pytest.mark.root
 @ROOT_ONLY
 def test_two_users_of_one_group_share_a_card(tmp_path: Path) -> None:
-    for parent in [tmp_path, *tmp_path.parents[:2]]:
+    for parent in [tmp_path, *tmp_path.parents[:3]]:
         parent.chmod(parent.stat().st_mode | 0o011)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -363,7 +363,7 @@ def test_two_users_of_one_group_share_a_card(tmp_path: Path) -> None:
 @pytest.mark.root
 @ROOT_ONLY
 def test_a_file_that_one_may_only_read_is_shown_but_not_used(tmp_path: Path) -> None:
-    for parent in [tmp_path, *tmp_path.parents[:2]]:
+    for parent in [tmp_path, *tmp_path.parents[:3]]:
         parent.chmod(parent.stat().st_mode | 0o011)
     run_dir = tmp_path / "run"
     with Card.open(run_dir, IDENTITY, budget_bytes=BUDGET, settle_s=0) as card:

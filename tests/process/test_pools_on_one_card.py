@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real pools in real processes on one host card: sharing, pressure, limits, and every way to die."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvcached.card.card import Card
+from kvcached.card.locks import LEDGER_BYTE
 from kvcached.runtime.control import ControlClient
 
 MIB = 1 << 20
@@ -77,6 +79,18 @@ class World:
 
     def client(self, process):
         return ControlClient(self.run_dir / "pools" / f"{process.instance}.sock", 10)
+
+    def stop_between_leases(self, process):
+        """SIGSTOP, while it does not hold the card's lock: then others would miss until it goes on."""
+        with self.snapshot().path.open("rb+") as file:
+            while True:
+                os.kill(process.pid, signal.SIGSTOP)
+                try:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, LEDGER_BYTE)
+                    return
+                except BlockingIOError:
+                    os.kill(process.pid, signal.SIGCONT)
+                    time.sleep(0.01)
 
     def stop(self):
         for process in self.processes:
@@ -164,7 +178,7 @@ def test_a_stopped_process_keeps_its_memory_and_blocks_nobody(world):
     first.ask("take", 60)
     first.ask("give")
     wait_until(lambda: first.ask("stats")["parked_bytes"] == 60 * MIB)
-    os.kill(first.pid, signal.SIGSTOP)
+    world.stop_between_leases(first)
     assert second.ask("take", 80)["error"] == "PoolExhausted"  # nobody answers the pressure
     assert "error" not in second.ask("take", 20)
     assert world.snapshot().leased_bytes <= 100 * MIB
