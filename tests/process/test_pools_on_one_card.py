@@ -82,12 +82,13 @@ class World:
 
     def stop_between_leases(self, process):
         """SIGSTOP, while it does not hold the card's lock: then others would miss until it goes on."""
+        stopped = False
         with self.snapshot().path.open("rb+") as file:
-            while True:
+            while not stopped:
                 os.kill(process.pid, signal.SIGSTOP)
                 try:
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, LEDGER_BYTE)
-                    return
+                    stopped = True
                 except BlockingIOError:
                     os.kill(process.pid, signal.SIGCONT)
                     time.sleep(0.01)
