@@ -294,6 +294,10 @@ def test_a_changed_file_is_taken_without_dropping_a_stream(tmp_path: Path) -> No
         assert not alive(pid)
         it.reload({"chat": {**it.chat, "colour": "red"}})
         assert "models.chat.colour: there is no such key" in it.errors()
+        wrong = {**it.chat, "env": {**it.chat["env"], "KVCACHED_LIMIT": "much"}}
+        it.reload({"chat": it.chat, "more": it.chat, "wrong": wrong, "last": it.chat})
+        assert "KVCACHED_LIMIT" in it.errors()
+        assert [card["id"] for card in json.loads(it.call("/v1/models", method="GET")[1])["data"]] == ["chat", "more"]
         assert it.ask()[0] == 200
         it.reload({"more": it.chat})
         assert it.call("/v1/completions", {"model": "chat"})[0] == 404

@@ -28,9 +28,9 @@ GEOMETRIES = {
     "sixteen, padded": BlockGeometry(3, 4, 64, 8, 1, 128),
 }
 SEEN = ("states", "frees", "owned", "cached", "counts", "markers", "available", "held", "parked", "retired", "completed",
-        "largest_marker", "open_page", "mapped_blocks", "lost_owned_blocks")  # fmt: skip
+        "largest_marker", "open_page", "mapped_blocks", "lost_owned_blocks", "withheld")  # fmt: skip
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["take", "take", "give", "give", "advance", "grow", "shrink"]), st.integers(0, 10_000)), max_size=40
+    st.tuples(st.sampled_from(["take", "take", "give", "give", "advance", "grow", "shrink", "limit"]), st.integers(0, 10_000)), max_size=40
 )
 
 
@@ -51,7 +51,7 @@ class Twins:
         self.slow, self.fast = (Ledger(geometry, limit_pages=geometry.pages) for _ in range(2))
         self.sets = PageSets(geometry)
         self.owned: list[int] = []
-        self.marker = 0
+        self.marker = self.revision = 0
 
     def grow(self, number: int) -> None:
         for ledger in (self.slow, self.fast):
@@ -60,6 +60,11 @@ class Twins:
     def shrink(self, number: int) -> None:
         for ledger in (self.slow, self.fast):
             ledger.settle_shrink(ledger.plan_shrink(number % 4), released=True)
+
+    def limit(self, number: int) -> None:
+        self.revision += 1
+        for ledger in (self.slow, self.fast):
+            ledger.set_limit(number % (ledger.geometry.pages + 1), self.revision)
 
     def advance(self, number: int) -> None:
         for ledger in (self.slow, self.fast):

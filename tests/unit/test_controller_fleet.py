@@ -131,6 +131,20 @@ class TestSleep:
         assert fleet.asked("a", 0.5)[1] == []
         assert kinds(fleet.done("a", fleet.models["a"].attempt, 1.0)) == ["Wake"]
 
+    def test_one_that_dies_while_it_goes_to_sleep_is_not_ready(self) -> None:
+        fleet = ready(Fleet([A], 0.0), "a")
+        fleet.wish_sleep("a", 0.0)
+        attempt = fleet.models["a"].attempt
+        fleet.ended("a", "killed", 0.5)
+        fleet.failed("a", attempt, "lost", 0.6)  # what the call for sleep met
+        assert state(fleet) is State.FAILED
+
+    def test_the_end_of_one_that_sleeps_by_ending_is_no_news(self) -> None:
+        fleet = ready(Fleet([replace(A, sleep_stops=True)], 0.0), "a")
+        fleet.wish_sleep("a", 0.0)
+        assert fleet.ended("a", "ended", 0.5) == []
+        assert state(fleet) is State.GOING_TO_SLEEP
+
     def test_one_that_sleeps_by_ending_is_started_again(self) -> None:
         fleet = ready(Fleet([replace(A, sleep_stops=True)], 0.0), "a")
         assert fleet.wish_sleep("a", 0.0) == [Sleep("a", 2, stop=True)]

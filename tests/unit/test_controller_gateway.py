@@ -61,9 +61,51 @@ class TestRouting:
             async with stage(top={"models": {"other": {}}}) as it:
                 form = aiohttp.FormData({"model": "chat"})
                 form.add_field("file", b"\0\1", filename="a.wav")
+                form.add_field("file", b"other", filename="model")
                 async with it.client.post(it.url + "/v1/audio/transcriptions", data=form) as response:
                     assert response.status == 200
                 assert b"a.wav" in it.upstream.bodies[0]
+
+        play(scene)
+
+    def test_an_alias_in_a_form_is_replaced_too(self) -> None:
+        async def scene() -> None:
+            async with stage({"model": "real/name"}) as it:
+                async with it.client.post(
+                    it.url + "/v1/audio/transcriptions", data=aiohttp.FormData({"model": "gpt", "n": "1"}, default_to_multipart=True)
+                ) as response:
+                    assert response.status == 200
+                assert b"real/name" in it.upstream.bodies[0]
+                assert b"gpt" not in it.upstream.bodies[0]
+
+        play(scene)
+
+    def test_a_form_of_many_lines_is_read_once(self) -> None:
+        async def scene() -> None:
+            async with stage(top={"models": {"other": {}}}) as it:
+                headers = {"Content-Type": "multipart/form-data; boundary=x"}
+                body = b"; name=model\r\n" * 60_000  # minutes, where every line begins a search through all that follow
+                assert (await it.post("/v1/audio/transcriptions", body, headers=headers))[0] == 400
+
+        play(scene)
+
+    def test_half_a_character_goes_through_by_any_name(self) -> None:
+        async def scene() -> None:
+            async with stage() as it:
+                assert (await it.post(body=b'{"model": "gpt", "prompt": "\\ud83d"}'))[0] == 200
+                assert b"\\ud83d" in it.upstream.bodies[0]
+
+        play(scene)
+
+    def test_a_whole_address_as_target_goes_to_the_models_server(self) -> None:
+        async def scene() -> None:
+            async with stage() as it:
+                host, _, port = it.url.removeprefix("http://").partition(":")
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(b"POST http://elsewhere.test/v1/completions?a=1 HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+                assert b" 200 " in await reader.readline()
+                writer.close()
+                assert it.upstream.calls == ["/v1/completions?a=1"]
 
         play(scene)
 
@@ -314,7 +356,11 @@ class TestSleep:
                 await until(lambda: len(it.owner.fleet.models["chat"].waiting) == 50)
                 it.upstream.wake_gate.set()
                 assert [answer[0] for answer in await asyncio.gather(*asking)] == [200] * 50
-                assert [call for call in it.upstream.calls if "wake" in call or "sleep" in call] == ["/sleep?level=1&mode=wait", "/wake_up"]
+                assert [call for call in it.upstream.calls if "wake" in call or "sleep" in call] == [
+                    "/wake_up",
+                    "/sleep?level=1&mode=wait",
+                    "/wake_up",
+                ]
 
         play(scene)
 

@@ -571,6 +571,17 @@ def test_above_its_limit_holes_are_filled_before_an_empty_page_is_begun() -> Non
     check(ledger)
 
 
+def test_sets_are_taken_from_empty_pages_too_above_the_limit() -> None:
+    ledger = mapped(pages=10)
+    ids = take(ledger, 40)
+    ledger.set_limit(9, revision=1)
+    give(ledger, [*ids[:36], ids[39]], 5)  # nine empty pages, and one with a hole
+    taken = ledger.take_sets(20)
+    assert taken is not None
+    assert sum(count for _, count in taken[0]) + sum(blocks.bit_count() for _, blocks in taken[1]) == 20
+    check(ledger)
+
+
 def test_pages_on_their_way_out_are_no_longer_above_the_limit() -> None:
     ledger = mapped(pages=4)
     ledger.set_limit(2, revision=1)

@@ -111,6 +111,7 @@ def test_a_tree_that_has_nothing_more_ends_it(pool: TreePool) -> None:
 def test_where_the_answer_comes_later_the_wish_is_for_whole_pages(pool: TreePool) -> None:
     wishes: list[int] = []
     pool.answers_later = True
+    pool.kept_blocks = lambda: 40
     pool.reclaim = lambda blocks: wishes.append(blocks) or 0  # type: ignore[func-returns-value]
     pool.free_pages(2)
     assert wishes == [2 * PER_PAGE]

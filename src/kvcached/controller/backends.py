@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 from typing import TYPE_CHECKING, Protocol
 
 import aiohttp
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from kvcached.controller.controls import EngineControls
     from kvcached.setting_types import Amount
 
+_log = logging.getLogger("kvcached.controller")
 PROBE_TIMEOUT_S = 5.0
 
 
@@ -73,6 +76,7 @@ class RemoteBackend:
             replica.up = up
         if not any(replica.up for replica in self.replicas):
             raise BackendFailed(f"nobody answers at {', '.join(replica.address for replica in self.replicas)}")
+        await asyncio.gather(*(self._rouse(replica) for replica in self.replicas if replica.up))
         for replica in self.replicas:
             if not replica.up:
                 self._look_for(replica)
@@ -111,12 +115,29 @@ class RemoteBackend:
         while not replica.up:
             await asyncio.sleep(pause_s)
             pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
-            replica.up = await self._answers(replica)
+            if await self._answers(replica):
+                with contextlib.suppress(BackendFailed):
+                    await self._rouse(replica)
+                    replica.up = True
+
+    async def _rouse(self, replica: Replica) -> None:
+        """It may be asleep since an earlier gateway, which `/health` does not tell. One that cannot be woken was never put to sleep."""
+        if self._controls is None:
+            return
+        try:
+            await asyncio.wait_for(self._controls.wake(replica.address), self._timeout_s)
+        except asyncio.TimeoutError:
+            raise BackendFailed(f"{replica.address} did not wake up in time") from None
+        except BackendFailed as error:
+            if error.no_memory:
+                raise
+            _log.warning("%s is taken for awake: %s", replica.address, error)
 
     async def _each(self, call: object) -> None:
         assert callable(call)
         for replica in self.replicas:
-            await call(replica.address)
+            if replica.up:
+                await call(replica.address)
 
     async def _answers(self, replica: Replica) -> bool:
         return await answers(self._session, replica.address)

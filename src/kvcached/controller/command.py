@@ -11,6 +11,7 @@ from kvcached.config import configure_logging, load_settings, process_environmen
 from kvcached.controller.access import Access
 from kvcached.controller.build import log_dir_of
 from kvcached.controller.config import ServeConfig, json_schema, load_config
+from kvcached.controller.engine_command import environment_of
 from kvcached.controller.leftovers import claimed
 from kvcached.controller.plan import CardPlan, Row, plan_of
 from kvcached.controller.serve import serve
@@ -29,7 +30,11 @@ def show_schema() -> None:
 def check(path: Path) -> None:
     """Read the file and its variables. Raises `SettingError` that names the key."""
     config = load_config(path)
-    Access(config, process_environment())
+    environ = process_environment()
+    Access(config, environ)
+    for name, model in config.models.items():
+        if model.elastic:
+            load_settings(environment_of(name, model, 0, environ))
     _refuse_what_cannot_fit(config)
     say(f"{path}: {len(config.models)} model{'' if len(config.models) == 1 else 's'}, no mistake")
 

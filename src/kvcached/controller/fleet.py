@@ -247,7 +247,7 @@ class Fleet:
     def ended(self, name: str, reason: str, now_s: float) -> list[Effect]:
         """All its servers ended by themselves. Nothing, where that was asked for, or is reported as `failed`."""
         model = self.models.get(name)
-        if model is None or model.state in UNDER_WAY or model.state in (State.STOPPED, State.FAILED):
+        if model is None or not model.can_end_by_itself:
             return []
         if model.state in (State.READY, State.DRAINING) and not model.retiring and not model.wants_sleep and model.wanted_since_s is None:
             model.wanted_since_s = now_s if model.busy or model.spec.keep else None

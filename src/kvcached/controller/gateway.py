@@ -30,7 +30,8 @@ _log = logging.getLogger("kvcached.controller")
 MAX_BODY_BYTES: Final = 256 * 1024 * 1024
 _FURTHER_PATHS: Final = ("/tokenize", "/detokenize", "/rerank", "/v2/rerank", "/score", "/classify", "/pooling", "/generate")
 """Beside `/v1/`. No others: the servers have paths that put them to sleep and change their weights, and those are the owner's."""
-_FORM_MODEL: Final = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,200})\r\n')
+_FORM_MODEL: Final = re.compile(rb';[ \t]*name="?model"?\r\n(?:[^\r\n]{1,200}\r\n){0,8}\r\n([^\r\n]{1,200})\r\n')
+"""The field of a form. Bounded: a body made of such lines must not stop everybody else."""
 
 
 class Gateway:
@@ -123,7 +124,7 @@ class Gateway:
         self._everything(request)
         body = await request.read()
         name = self._resolve(request.match_info["name"], request)
-        path = "/" + "".join(request.raw_path.split("/", 3)[3:])
+        path = "/" + "".join(request.rel_url.raw_path_qs.split("/", 3)[3:])  # not `raw_path`, which may be a whole address
         return await self._relay(request, name, path, body)
 
     async def _to_model(self, request: web.Request) -> web.StreamResponse:
@@ -134,9 +135,12 @@ class Gateway:
         word, given = self._named_model(request, body)
         name = self._resolve(word, request)
         upstream = self._config.models[name].upstream_name(name)
-        if given is not None and given.get("model", upstream) != upstream:
-            body = json.dumps({**given, "model": upstream}, ensure_ascii=False).encode()
-        return await self._relay(request, name, request.raw_path, body, given)
+        if given is None:
+            match = _FORM_MODEL.search(body)
+            body = body if match is None else body[: match.start(1)] + upstream.encode() + body[match.end(1) :]
+        elif given.get("model", upstream) != upstream:
+            body = json.dumps({**given, "model": upstream}).encode()
+        return await self._relay(request, name, request.rel_url.raw_path_qs, body, given)
 
     async def _relay(
         self, request: web.Request, name: str, path: str, body: bytes, given: dict[str, Any] | None = None

@@ -111,9 +111,18 @@ class EngineBackend:
         process = self._processes.get(replica.address)
         _log.warning("%s ended with code %d", process.title if process is not None else self._name, code)
         if not any(other.up for other in self._replicas):
+            if was_up:
+                self._abandon()
             self.on_ended(f"its server ended with code {code}")
         elif was_up:
             self._revive(replica)
+
+    def _abandon(self) -> None:
+        """The model counts as gone from here on: no half-started replica may come up unseen."""
+        for task in self._revivals:
+            task.cancel()
+        for process in self._processes.values():
+            process.kill()
 
     # ------------------------------------------------------------------ one of several
 
@@ -135,9 +144,10 @@ class EngineBackend:
                 _log.warning("%s: replica %d: %s", self._name, number, str(error) or "was not ready in time")
 
     async def _end(self, replica: Replica) -> None:
-        process = self._processes.pop(replica.address, None)
+        process = self._processes.get(replica.address)
         if process is not None:
             await process.stop()
+            self._processes.pop(replica.address, None)
 
     async def _end_revivals(self) -> None:
         """What is half started must not be awake while the others sleep."""

@@ -102,7 +102,8 @@ class Management:
         """`?mode=wait|abort`: open requests end first, or are ended. `?wait_s=30`: answer when it sleeps (202: not yet)."""
         self._allow(request)
         model = self._model(request)
-        mode = request.query.get("mode", self._config.models[model.name].sleep_mode)
+        known = self._config.models.get(model.name)  # not while it is being removed
+        mode = request.query.get("mode", known.sleep_mode if known is not None else "wait")
         if mode not in ("wait", "abort"):
             raise ApiError(400, "`mode` is wait or abort.", "invalid_mode", param="mode")
         return await self._act(request, model, lambda: self._owner.sleep(model.name, hurry=mode == "abort"), AT_REST)

@@ -43,6 +43,7 @@ class EngineProcess:
         self._output = output
         self._on_end = on_end
         self._stopping = False
+        self._log_failed = False
         leftovers.note(log, process.pid)
         self._watch = asyncio.get_running_loop().create_task(self._follow())
 
@@ -50,10 +51,8 @@ class EngineProcess:
     async def launch(
         cls, title: str, command: Sequence[str], environment: Mapping[str, str], log: Path, on_end: Callable[[int], None]
     ) -> EngineProcess:
-        """Raises `OSError` when the command cannot be run or the log not be written."""
+        """Raises `OSError` when the command cannot be run, or no record of it be written beside the log."""
         log.parent.mkdir(parents=True, exist_ok=True)
-        if log.exists() and log.stat().st_size > _LOG_BYTES:
-            log.replace(log.with_suffix(".log.1"))
         # A pipe of our own: asyncio's would have wait() wait until the last child of the process has closed its end, too.
         reading, writing = os.pipe()
         output = open(reading, "rb", buffering=0)
@@ -71,7 +70,13 @@ class EngineProcess:
             raise
         finally:
             os.close(writing)
-        return cls(title, log, process, output, on_end)
+        try:
+            return cls(title, log, process, output, on_end)
+        except OSError:  # without a record nobody would ever end it
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+            output.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -94,18 +99,24 @@ class EngineProcess:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._process.wait(), TERM_GRACE_S)
-        self._signal(signal.SIGKILL)
-        await self._process.wait()
-        await self._until_all_are_gone()
+        if not self._watch.done():  # else its group was killed when it ended, and the number may be another's by now
+            self._signal(signal.SIGKILL)
+            await self._process.wait()
+            await self._until_all_are_gone()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._watch), KILL_GRACE_S)
         self._watch.cancel()
         leftovers.forget(self._path)
 
+    def kill(self) -> None:
+        """At once, and its end is not told; `stop` waits for it."""
+        self._stopping = True
+        self._signal(signal.SIGKILL)
+
     async def _until_all_are_gone(self) -> None:
         """What was killed has its memory until it has ended, and that can take a while."""
         end_s = time.monotonic() + KILL_GRACE_S
-        while leftovers.is_there(self.pid):
+        while await asyncio.to_thread(leftovers.is_there, self.pid):
             if time.monotonic() > end_s:
                 _log.error("%s: killed, and still there: process group %d", self.title, self.pid)
                 return
@@ -132,17 +143,30 @@ class EngineProcess:
             transport.close()
 
     async def _copy(self, output: asyncio.StreamReader) -> None:
+        """Whatever becomes of the log: an engine whose output nobody reads would stop at its next line."""
         rest = b""
-        with self._path.open("ab") as log:
-            while chunk := await output.read(65_536):
-                log.write(chunk)
-                log.flush()
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    self._say(line)
-                rest = rest[-_LONGEST_LINE_BYTES:]
+        while chunk := await output.read(65_536):
+            self._keep(chunk)
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                self._say(line)
+            rest = rest[-_LONGEST_LINE_BYTES:]
         if rest:
             self._say(rest)
+
+    def _keep(self, chunk: bytes) -> None:
+        """In the log, of which one that is full is kept beside it."""
+        try:
+            if self._path.exists() and self._path.stat().st_size > _LOG_BYTES:
+                self._path.replace(self._path.with_suffix(".log.1"))
+            with self._path.open("ab", buffering=0) as log:
+                log.write(chunk)
+        except OSError as error:
+            if not self._log_failed:
+                _log.error("%s: its log cannot be written: %s", self.title, error)
+            self._log_failed = True
+        else:
+            self._log_failed = False
 
     def _say(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     import aiohttp
 
+    from kvcached.controller.backends import Backend
     from kvcached.controller.config import Model, ServeConfig
     from kvcached.controller.gateway import Gateway
     from kvcached.controller.owner import Owner
@@ -61,13 +62,14 @@ class Reload:
             new = read_again()
             access = Access(new, self._environ)
             self._refuse_what_cannot_be(new)
+            backends = self._new_backends(new)
         except SettingError as error:
             _log.error("the file was not taken: %s", error)
             return False
         old, self._config = self._config, new
         self._owner.fleet.card_bytes = card_bytes(new)
         self._gateway.use(new, access)
-        self._apply(old, new)
+        self._apply(old, new, backends)
         _log.info("the file was taken: %s", ", ".join(new.models))
         return True
 
@@ -79,18 +81,23 @@ class Reload:
         if leaving:
             raise SettingError(f"models.{leaving[0]}: the last one of this name is still leaving; try again in a while")
 
-    def _apply(self, old: ServeConfig, new: ServeConfig) -> None:
+    def _new_backends(self, new: ServeConfig) -> dict[str, Backend]:
+        """Of the models that need new servers. Raises `SettingError`, before anything has changed."""
+        old = self._config.models
+        changed = {name: model for name, model in new.models.items() if name not in old or needs_new_server(old[name], model)}
+        return {name: backend_of(name, model, new, self._environ, self._session) for name, model in changed.items()}
+
+    def _apply(self, old: ServeConfig, new: ServeConfig, backends: Mapping[str, Backend]) -> None:
         for name in old.models.keys() - new.models.keys():
             if name in self._owner.fleet.models:
                 self._owner.retire(name)
         for name, spec in specs_of(new).items():
-            known = old.models.get(name)
-            if known is not None and not needs_new_server(known, new.models[name]):
+            backend = backends.get(name)
+            if backend is None:
                 self._owner.change(spec)
                 continue
-            backend = backend_of(name, new.models[name], new, self._environ, self._session)
             listen_for_ends(self._owner, {name: backend})
-            if known is None:
+            if name not in old.models:
                 self._owner.add(spec, backend)
             else:
                 self._owner.renew(spec, backend)

@@ -85,8 +85,12 @@ class Reply:
         return self.begun
 
     async def fail(self, error: ApiError | bytes) -> web.StreamResponse:
-        """After `hush`, of a stream that has begun: its last event. `bytes`: what a server said instead of streaming."""
+        """After `hush`, of a stream that has begun: its last event. `bytes`: what a server said instead of streaming. Any other answer
+        is cut, so that nobody takes it for whole."""
         assert self.begun is not None
+        if self.begun.content_type != "text/event-stream":
+            self._cut()
+            return self.begun
         path = self.request.path
         try:
             await self.begun.write(error.event(path) if isinstance(error, ApiError) else error_event(b" ".join(error.split()), path))
@@ -101,7 +105,11 @@ class Reply:
         if is_event_stream(upstream):
             error = ApiError(502, "the model's server was lost in the middle of the answer", "upstream_lost")
             await self.begun.write(error.event(self.request.path))
-        elif self.request.transport is not None:
+        else:
+            self._cut()
+
+    def _cut(self) -> None:
+        if self.request.transport is not None:
             self.request.transport.abort()
 
 

@@ -218,6 +218,12 @@ class Model:
         return next(iter(self.waiting.values()), None)
 
     @property
+    def can_end_by_itself(self) -> bool:
+        """Whether its servers' end is news: it is not where they are asked to end, or where what is under way will report it."""
+        asleep_soon = self.state is State.GOING_TO_SLEEP and not self.ending
+        return asleep_soon or self.state in (State.READY, State.DRAINING, State.ASLEEP)
+
+    @property
     def leaves_by_ending(self) -> bool:
         """Whether its server ends when it leaves: it is to be so, or its sleep does not work."""
         cannot_sleep = self.sleep_failures >= PATIENCE and self.spec.can_stop

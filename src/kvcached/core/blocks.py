@@ -126,12 +126,11 @@ def take_set(table: PageTable, page: int, blocks: int, ranges: list[BlockRange],
 def drain(table: PageTable, blocks: int, pieces: list[Piece]) -> int:
     """Own all free blocks of the roomiest pages, while more than a page is missing of `blocks`. Returns how many.
 
-    As `take_set` on one page after the other, when there are enough blocks and no empty page.
+    As `take_set` on one page after the other, when there are enough blocks. It ends before empty pages, which above the limit come last.
     """
     owned, frees, counts = table.owned, table.frees, table.counts
     rest = blocks
-    while rest >= table.page_limit:
-        page = table.roomiest()
+    while rest >= table.page_limit and counts[page := table.roomiest()]:
         table.open(page)
         holes = frees[page]
         pieces.append((page, holes))

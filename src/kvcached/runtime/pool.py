@@ -249,7 +249,9 @@ class Pool:
     def _press_for(self, target_blocks: int, deadline: float) -> bool:
         """Ask other pools for what is still missing. Whether they gave something."""
         wanted_bytes = self._pages_for(target_blocks - self._ledger.available()) * self._step_bytes
-        given_bytes = self._press(wanted_bytes, max(0.0, deadline - time.monotonic())) if self._press else 0
+        if self._press is None:
+            return False
+        given_bytes = self._press(wanted_bytes, max(0.0, deadline - time.monotonic()))
         self.tally.presses += 1
         self.tally.taken_bytes += given_bytes
         return given_bytes > 0

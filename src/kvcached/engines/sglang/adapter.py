@@ -33,6 +33,7 @@ _log = logging.getLogger("kvcached.sglang")
 _SCHEDULER_MODULE: Final = "sglang.srt.managers.scheduler"
 _LOST_S: Final = 2.0  # until the rank whose end broke an exchange is known
 # Attention backends whose kernels take the distance of slots from the tensors; shown by tests. Others get dense tensors.
+_FIRST_WITH_STATES: Final = (0, 5, 17)
 _TAKES_STRIDES: Final = frozenset({"torch_native", "triton"})
 
 
@@ -68,6 +69,8 @@ class Adapter:
         size_bytes = self._open(holder).virtual_bytes()
         if getattr(holder, "mambaish_config", None) is None:
             return size_bytes
+        if self._version < _FIRST_WITH_STATES:
+            raise EngineNotSupported("models with states of linear attention can be elastic from SGLang 0.5.17 on")
         return int(holder._handle_max_mamba_cache(size_bytes / GIB) * GIB)  # sets how many states there are; what is left is for tokens
 
     def _open(self, holder: Any) -> EngineMemory:
@@ -157,7 +160,10 @@ class Adapter:
     def _adopt_states(self, req_to_token_pool: Any, gates: Gates) -> None:
         from kvcached.engines.sglang.state_slots import adopt_states
 
-        gate = self.memory.part_of(req_to_token_pool.mamba_pool).start(STATES_OF_A_REQUEST)
+        part = self.memory.part_of(req_to_token_pool.mamba_pool)
+        gate = part.start(STATES_OF_A_REQUEST)
+        if part.owner is not None:
+            part.owner.operations.longest_request_tokens = int  # its slots are no tokens
         extra = req_to_token_pool.mamba_ping_pong_track_buffer_size if req_to_token_pool.enable_mamba_extra_buffer else 0
         gates.states = adopt_states(req_to_token_pool.mamba_allocator, gate, extra)
 

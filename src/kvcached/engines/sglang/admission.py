@@ -74,9 +74,10 @@ def _is_parked(adder: Any) -> bool:
 
 
 def _count_running(adder: Any) -> int:
-    """Requests that decode, that have been let in, and the one whose prefill is under way, if there is one."""
+    """Requests that decode, that have been let in, and one more, whose prefill may be under way, where there is any."""
     running = adder.running_batch
-    return len(adder.can_run_list) + 1 + (0 if running is None else len(running.reqs))
+    others = len(adder.can_run_list) + (0 if running is None else len(running.reqs))
+    return others + 1 if others else 0
 
 
 def _reserved(adder: Any, gates: Gates) -> int:

@@ -52,7 +52,8 @@ class AgreedGate(Gate):
         bank = self.bank
         bank.settle()
         out = bank.out_pages + bank.arriving_pages
-        return Offer(bank.pool.available(), out + bank.pool.obtainable(), super().most_slots // bank.page_slots, -self._wished_pages)
+        holdable = max(0, out + bank.pool.obtainable() - bank.pool.missing(0))  # missing: above the limit
+        return Offer(bank.pool.available(), holdable, super().most_slots // bank.page_slots, -self._wished_pages)
 
     def adopt(self, agreed: Offer) -> None:
         """All ranks' least; where one of them asks for it, the trees of all give pages up."""

@@ -172,7 +172,7 @@ class Gate:
     def withheld(self) -> int:
         """Slots that SGLang counts as free and that no memory is to be had for, at the present limit."""
         bank = self.bank
-        obtainable = bank.pool.obtainable() + bank.arriving_pages
+        obtainable = bank.pool.obtainable() - bank.pool.missing(0) + bank.arriving_pages  # missing: above the limit
         return max(0, bank.free_slots - obtainable * bank.page_slots)
 
     def count_withheld(self) -> int:

@@ -64,8 +64,9 @@ class ElasticStateAllocator(MambaSlotAllocator):
             return taken
 
     def free(self, free_index: torch.Tensor) -> None:
+        """One is kept where there is none: SGLang that lacks one evicts one, asks once more, and ends on a miss."""
         with self.kvcached_bank.pool.lock:
-            kept = min(len(free_index), max(0, self.kvcached_wanted - len(self.kvcached_spare)))
+            kept = min(len(free_index), max(0, max(1, self.kvcached_wanted) - len(self.kvcached_spare)))
             if kept:
                 self.kvcached_spare = torch.cat((self.kvcached_spare, free_index[:kept]))
             if kept < len(free_index):
@@ -88,9 +89,12 @@ class ElasticStateAllocator(MambaSlotAllocator):
     def kvcached_admits(self, requests: int) -> bool:
         """Whether so many requests can run. Call it with the pool's lock held."""
         lacking = self.kvcached_lacking(requests)
-        if lacking > 0 and self.kvcached_gate.secure(lacking):
-            self._hold(lacking)
-            lacking = 0
+        if lacking > 0:
+            wanted, self.kvcached_wanted = self.kvcached_wanted, 0  # what the tree gives goes to the pool, which is asked
+            if self.kvcached_gate.secure(lacking):
+                self._hold(lacking)
+                lacking = 0
+            self.kvcached_wanted = wanted
         self.kvcached_refused = max(0, lacking)
         return lacking <= 0
 

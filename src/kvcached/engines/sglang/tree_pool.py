@@ -55,7 +55,9 @@ class TreePool(Pool):
         with self.lock:
             wanted, asked = self._empty_pages() + pages, 0
             while (missing := wanted - self._empty_pages()) > 0:
-                asked = max(2 * asked, self._least_blocks(missing))
+                if not self.kept_blocks():
+                    return
+                asked = 2 * asked or self._least_blocks(missing)
                 reclaimed = self.reclaim(min(asked, missing * self.geometry.max_blocks_per_page))
                 self.tally.evicted_blocks[why] += reclaimed
                 if not reclaimed:
@@ -65,7 +67,7 @@ class TreePool(Pool):
         """What has to go at the least for so many more pages to be empty."""
         if self.answers_later:
             return pages * self.geometry.max_blocks_per_page
-        held = [page.owned_blocks for page in self.ledger.pages() if page.owned_blocks and not page.pinned]
+        held = [owned.bit_count() for page, owned in self.ledger.owned_sets() if page]  # page 0 stays: it has the padding
         return max(1, sum(nsmallest(pages, held)))
 
     def _empty_pages(self) -> int:

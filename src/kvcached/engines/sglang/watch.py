@@ -107,7 +107,9 @@ class SchedulerWatch:
         """Nothing is under way."""
         self._finished = self._begun
         self._advance()
-        self._tidy_states(0)
+        self._begun_batch = None
+        if self._gates.states is not None:
+            self._gates.states.kvcached_tidy(0)
 
     def _advance(self) -> None:
         for bank in self._gates.banks:
@@ -120,12 +122,9 @@ class SchedulerWatch:
         for gate in self.gates:
             if self._ahead_slots:
                 gate.evict_ahead(min(self._ahead_slots, gate.most_slots // _MOST_AHEAD))
-        self._tidy_states(self._count_running(batch))
-        self.gates[0].trim_cache(self._max_cached_tokens)
-
-    def _tidy_states(self, running: int) -> None:
         if self._gates.states is not None:
-            self._gates.states.kvcached_tidy(running)
+            self._gates.states.kvcached_tidy(self._count_running(batch))
+        self.gates[0].trim_cache(self._max_cached_tokens)
 
     def _count_running(self, finished: Any) -> int:
         """Requests that run, and one more, whose prefill may be under way. `finished`: the batch whose step has just finished."""
