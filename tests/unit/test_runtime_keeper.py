@@ -197,7 +197,7 @@ def test_what_a_tree_gives_up_for_others_is_counted_once():
         kept.clear()
         return gone
 
-    tree.reclaim = reclaim
+    tree.reclaim, tree.kept_blocks = reclaim, lambda: sum(count for _, count in kept)
     tree.free_pages(1, Eviction.PRESSURE)
     tree.free_pages(64, Eviction.LIMIT)  # it has nothing more to give
     assert {why: blocks for why, blocks in tree.tally.evicted_blocks.items() if blocks} == {Eviction.PRESSURE: 8}
