@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcached.testing.models import ensure_model
 
 if TYPE_CHECKING:
     from harness.cases import Case
@@ -79,8 +78,6 @@ class Batch:
     @cached_property
     def _results(self) -> dict[str, dict[str, Any]]:
         self._folder.mkdir(parents=True, exist_ok=True)
-        for model in {case.model for case in self._cases}:
-            ensure_model(model, MODELS / model)
         cases, results = self._folder / "cases.json", self._folder / "results.jsonl"
         cases.write_text(json.dumps([asdict(case) for case in self._cases]))
         results.touch()

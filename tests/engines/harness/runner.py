@@ -19,10 +19,13 @@ from typing import Any
 
 from harness import ranks, scenarios
 from harness.cases import Case
+from kvcached.testing.models import ensure_model
 
 
 def main(cases_path: str, results_path: str, models: str) -> None:
     cases = [Case(**record) for record in json.loads(Path(cases_path).read_text())]
+    for model in sorted({case.model for case in cases}):
+        ensure_model(model, Path(models) / model)
     share_what_engines_repeat()
     before = cases[0].model
     with Path(results_path).open("a", encoding="utf-8") as results:
