@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -39,7 +41,8 @@ class PoolProcess:
         }
         options = json.dumps({"card": card, "name": f"model-of-{instance}", "blocks": 128})
         self._process = subprocess.Popen([sys.executable, str(CHILD), options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.pid = self._answer()["pid"]
+        first = self._answer()
+        self.pid, self.instance = first["pid"], first["instance"]
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -58,9 +61,21 @@ class PoolProcess:
         """A miss is an engine's cue to ask again: a card that is new grants less for a while."""
         eventually(lambda: "error" not in self.ask("take", blocks))
 
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def end(self) -> None:
+        """Clears up after itself, as an engine does that is asked to end."""
+        self.ask("close")
+        self.kill()
+
     def kill(self) -> None:
-        with self._process:
-            self._process.kill()
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
 
 
 def eventually(holds: Callable[[], bool]) -> None:

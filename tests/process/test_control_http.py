@@ -13,10 +13,8 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -34,6 +32,7 @@ from kvcached.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 
 class Control:
@@ -86,20 +85,6 @@ def received(connection: http.client.HTTPConnection) -> tuple[int, Any]:
         response = connection.getresponse()
         assert response.headers["Content-Type"] == "application/json"
         return response.status, json.loads(response.read())
-
-
-@pytest.fixture
-def run_dir() -> Iterator[Path]:
-    """A short path: a socket's path may have 107 bytes."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder) / "run"
-
-
-@pytest.fixture
-def chat(run_dir: Path) -> Iterator[PoolProcess]:
-    pool = PoolProcess(run_dir, "chat")
-    yield pool
-    pool.kill()
 
 
 @pytest.fixture

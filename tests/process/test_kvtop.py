@@ -24,9 +24,10 @@ import termios
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+from real_pool import DEADLINE_S, PoolProcess, eventually
 
 from kvcached.card import NO_LIMIT_BYTES
 from kvcached.cli.top.app import THOROUGH_EVERY, Options, TopApp
@@ -44,66 +45,8 @@ if TYPE_CHECKING:
 
     from kvcached.card.record import Record
 
-CHILD = Path(__file__).with_name("pool_child.py")
-DEADLINE_S = 60.0
 PAGE_BYTES = 2 * MIB
 COLOUR = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;[0-9;]*)?m")
-
-
-class PoolProcess:
-    """One real pool, named as it is asked for, on the host card of the machine."""
-
-    def __init__(self, run_dir: Path, instance: str, **settings: object) -> None:
-        card = {
-            "run_dir": str(run_dir),
-            "host_dir": str(run_dir.with_name("host")),
-            "host_capacity_bytes": 128 * MIB,
-            "host_granularity_bytes": 65536,
-            "budget": "100MiB",
-            "instance_name": instance,
-            "idle_trim_s": 600.0,
-            "prealloc_enabled": False,
-            "handle_cache_mb": 0,
-            "large_run_mb": 0,
-            **settings,
-        }
-        options = json.dumps({"card": card, "name": f"model-of-{instance}", "blocks": 128})
-        self._process = subprocess.Popen([sys.executable, str(CHILD), options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        first = self._answer()
-        self.pid, self.instance = first["pid"], first["instance"]
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the pool's process has ended"
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def ask(self, name: str, *arguments: object) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([name, arguments]) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def take(self, blocks: int) -> None:
-        """A miss is an engine's cue to ask again: a card that is new grants less for a while."""
-        eventually(lambda: "error" not in self.ask("take", blocks))
-
-    def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def end(self) -> None:
-        """Clears up after itself, as an engine does that is asked to end."""
-        self.ask("close")
-        self.kill()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
 
 
 class Machine:
@@ -112,7 +55,7 @@ class Machine:
         self.pools: list[PoolProcess] = []
 
     def start(self, instance: str, **settings: object) -> PoolProcess:
-        pool = PoolProcess(self.run_dir, instance, **settings)
+        pool = PoolProcess(self.run_dir, instance, **{"budget": "100MiB", "floor": None, **settings})
         self.pools.append(pool)
         return pool
 
@@ -148,13 +91,6 @@ def machine() -> Iterator[Machine]:
         made = Machine(Path(folder))
         yield made
         made.close()
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < end, "it did not come true in time"
-        time.sleep(0.02)
 
 
 def parks(size_bytes: int) -> dict[str, object]:

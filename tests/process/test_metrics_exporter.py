@@ -8,9 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import urllib.request
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,22 +22,9 @@ from kvcached.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 DEADLINE_S = 60.0
-
-
-@pytest.fixture
-def run_dir() -> Iterator[Path]:
-    """A short path: a socket's path may have 107 bytes."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder) / "run"
-
-
-@pytest.fixture
-def chat(run_dir: Path) -> Iterator[PoolProcess]:
-    pool = PoolProcess(run_dir, "chat")
-    yield pool
-    pool.kill()
 
 
 @pytest.fixture

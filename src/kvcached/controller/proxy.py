@@ -63,19 +63,18 @@ class Proxy:
 
     async def relay(self, request: web.Request, call: Call) -> web.StreamResponse:
         """The server's answer, whatever its status. Raises `ApiError` when there is none."""
-        trip = _Trip(self._owner, call)
+        trip, ok, refused = _Trip(self._owner, call), False, False
         try:
             async with Reply(request, call.keep_alive_s) as reply:
                 response = await self._try(reply, call, trip)
+            ok = response.status < 500 and trip.complete
         except ApiError as error:
-            trip.end(ok=False, refused=error.status in (404, 429, 503) and trip.replica is None)
+            refused = error.status in (404, 429, 503) and trip.replica is None
             if reply.begun is None:
                 raise
             return await reply.fail(error)
-        except BaseException:  # the client went away, or a bug: counted, and passed on
-            trip.end(ok=False)
-            raise
-        trip.end(ok=response.status < 500 and trip.complete)
+        finally:  # also where the client went away
+            trip.end(ok=ok, refused=refused)
         return response
 
     async def _try(self, reply: Reply, call: Call, trip: _Trip) -> web.StreamResponse:
