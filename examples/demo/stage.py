@@ -13,8 +13,8 @@ from examples.demo.ask import Server
 from examples.demo.engine import Engine
 from examples.demo.options import MODEL, ROOT, newest_release
 
+from kvcached.controller.ports import free_ports
 from kvcached.testing.kinds import Shape
-from kvcached.testing.servers import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from serving import MIB, MODEL, RELEASES, ROOT
 
+from kvcached import processes
 from kvcached.testing.kinds import SGLANG, VLLM, Shape
-from kvcached.testing.servers import processes_of_session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -131,14 +131,14 @@ class Running:
         leaders = [int(server["pid"]) for name in self.models for server in self.facts(name)["servers"]]
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(WAIT_S) == 0, self.said()[-6_000:]
-        return [pid for leader in leaders for pid in processes_of_session(leader)]
+        return [pid for leader in leaders for pid in processes.of_session(leader)]
 
     def kill(self) -> None:
         """Whatever is left, by the sessions that it started."""
         leaders = [int(pid) for pid in re.findall(r"started as process (\d+)", self.said())]
         self.process.kill()
         self.process.wait()
-        for pid in (pid for leader in leaders for pid in processes_of_session(leader)):
+        for pid in (pid for leader in leaders for pid in processes.of_session(leader)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcached.card.card import Card
+from kvcached.controller.ports import free_port
 from kvcached.testing import servers
 from kvcached.testing.kinds import SGLANG, VLLM, Shape
 
@@ -99,7 +100,7 @@ class Server(servers.Server):
     ) -> None:
         self.name = name
         self.kind = kind
-        port = servers.free_port()
+        port = free_port()
         of_card = {
             "RUN_DIR": card.run_dir,
             "HOST_DIR": card.folder / "host",

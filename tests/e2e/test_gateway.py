@@ -17,10 +17,10 @@ import pytest
 from gateway import ALPHA, BETA, BUDGET_BYTES, KINDS, Running, call, lines_of, wait_for
 from serving import ROOT, missing
 
+from kvcached import processes
 from kvcached.runtime.control import ControlClient
 from kvcached.runtime.endpoint import endpoint_path
 from kvcached.testing.kinds import SGLANG, VLLM
-from kvcached.testing.servers import processes_of_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -167,13 +167,13 @@ def test_engines_end_with_their_model_and_those_of_a_killed_gateway_with_the_nex
     leaders = {name: gateway.server_of(name)[1] for name in KINDS}
     gateway.remove(BETA)
     wait_for(lambda: gateway.count(f"{BETA}: removed"))
-    assert processes_of_session(leaders[BETA]) == []
+    assert processes.of_session(leaders[BETA]) == []
     assert call(gateway.port, "POST", "/v1/chat/completions", question(BETA))[0] == 404
 
     gateway.process.kill()
     gateway.process.wait()
-    assert leaders[ALPHA] in processes_of_session(leaders[ALPHA])
+    assert leaders[ALPHA] in processes.of_session(leaders[ALPHA])
     gateway.models[ALPHA] |= {"preload": False}
     gateway.start()
-    assert processes_of_session(leaders[ALPHA]) == []
+    assert processes.of_session(leaders[ALPHA]) == []
     assert gateway.facts(ALPHA)["state"] == "stopped"

@@ -68,12 +68,18 @@ def main() -> None:
     if (FOLDER / "die").exists():
         print((FOLDER / "die").read_text() or "it cannot start", flush=True)
         sys.exit(3)
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    taken = FOLDER / "taken"
+    if taken.exists():
+        taken.unlink()
+        print(f"ERROR:    [Errno 98] error while attempting to bind on address ('127.0.0.1', {port}): address already in use", flush=True)
+        time.sleep(600)
     while (FOLDER / "linger").exists():
         time.sleep(0.05)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     (FOLDER / "child").write_text(str(child.pid))
     print(f"ready as {os.environ['KVCACHED_IPC_NAME']}", flush=True)
-    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 if __name__ == "__main__":

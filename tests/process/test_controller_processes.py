@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvcached import processes
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -32,13 +34,6 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen"
         time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 class Running:
@@ -142,12 +137,12 @@ def test_started_by_the_first_request_and_ended_with_all_its_children(tmp_path: 
         assert it.state() == "stopped"
         pid = it.engine_pid()
         child = int((tmp_path / "child").read_text())
-        assert alive(pid)
-        assert alive(child)
+        assert processes.is_there(pid)
+        assert processes.is_there(child)
         assert "ready as chat" in (tmp_path / "logs" / "chat.log").read_text()
     assert "chat | ready as chat" in (tmp_path / "stderr").read_text()
-    assert not alive(pid)
-    assert not alive(child)
+    assert not processes.is_there(pid)
+    assert not processes.is_there(child)
 
 
 def test_kill_9_loses_no_request_that_had_not_begun_to_stream(tmp_path: Path) -> None:
@@ -198,7 +193,7 @@ def test_sleep_that_ends_the_server(tmp_path: Path, sleep: str) -> None:
     with running(tmp_path, sleep=sleep) as it:
         pid = it.engine_pid()
         assert it.call("/action/sleep/chat?wait_s=20")[0] == 200
-        assert not alive(pid)
+        assert not processes.is_there(pid)
         assert it.engine_pid() != pid
 
 
@@ -220,15 +215,23 @@ def test_what_can_be_done_about_it_is_told(tmp_path: Path) -> None:
         assert "see / there -> the engine found no GPU: write `card: host:0`" in json.loads(body)["error"]["message"]
 
 
+def test_one_whose_port_somebody_else_has_is_started_again_with_another(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    with running(tmp_path) as it:
+        assert it.ask()[0] == 200
+        assert it.calls() == ["start", "start", "/v1/completions"]
+        assert re.search(r"chat.* found port \d+ taken by another program; its next start gets another port", it.errors())
+
+
 def test_what_a_killed_gateway_left_is_ended_by_the_next(tmp_path: Path) -> None:
     with running(tmp_path) as it:
         pid = it.engine_pid()
         child = int((tmp_path / "child").read_text())
         it.kill()
-        assert alive(pid)
+        assert processes.is_there(pid)
         it.launch()
-        assert not alive(pid)
-        assert not alive(child)
+        assert not processes.is_there(pid)
+        assert not processes.is_there(child)
         assert f"chat: process {pid} was left by an earlier gateway" in it.errors()
         assert it.engine_pid() != pid
 
@@ -239,10 +242,10 @@ def test_what_is_left_of_a_server_whose_leader_is_gone_is_ended_too(tmp_path: Pa
         child = int((tmp_path / "child").read_text())
         it.kill()
         os.kill(pid, signal.SIGKILL)
-        until(lambda: not alive(pid))
-        assert alive(child)
+        until(lambda: not processes.is_there(pid))
+        assert processes.is_there(child)
         it.launch()
-        assert not alive(child)
+        assert not processes.is_there(child)
 
 
 def test_a_second_gateway_does_not_touch_the_servers_of_the_first(tmp_path: Path) -> None:
@@ -291,7 +294,7 @@ def test_a_changed_file_is_taken_without_dropping_a_stream(tmp_path: Path) -> No
         assert it.calls().count("start") == 2
         thread.join(WAIT_S)
         assert found == [(200, b"".join(b"data: %d\n\n" % number for number in range(50)))]
-        assert not alive(pid)
+        assert not processes.is_there(pid)
         it.reload({"chat": {**it.chat, "colour": "red"}})
         assert "models.chat.colour: there is no such key" in it.errors()
         wrong = {**it.chat, "env": {**it.chat["env"], "KVCACHED_LIMIT": "much"}}

@@ -16,8 +16,8 @@ from examples.demo.options import ROOT, newest_release, parse
 from examples.demo.plan import Sizes
 from examples.demo.stage import engine_environment, public_command
 
+from kvcached.controller.ports import free_ports
 from kvcached.testing.kinds import KINDS, SGLANG, VLLM, EngineKind, Shape
-from kvcached.testing.servers import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

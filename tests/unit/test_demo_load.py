@@ -13,7 +13,7 @@ from examples.demo.ask import Server, ask, healthy
 from examples.demo.load import Load, LoadPlan, Questioner
 from examples.demo.series import Answer, Story
 
-from kvcached.testing.servers import free_ports
+from kvcached.controller.ports import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keeper, ticked by hand on a clock of our own: reserve, surplus, idle, limits."""
 
+import logging
 import threading
 
 import pytest
@@ -310,6 +311,18 @@ def test_a_keeper_that_dies_takes_the_pool_with_it():
         world.keeper._run()
     with pytest.raises(StateUnknown, match="ZeroDivisionError"):
         world.pool.take(1)
+
+
+@pytest.mark.parametrize(("known", "level"), [(True, logging.INFO), (False, logging.ERROR)])
+def test_the_keeper_of_a_pool_that_has_failed_adds_no_error_of_its_own(known, level, caplog):
+    world = World(tick_s=0.001, idle_tick_s=0.001)
+    if known:
+        world.pool.fail("rank 1 is gone")
+    else:
+        world.keeper.tick = lambda: (_ for _ in ()).throw(StateUnknown("rank 1 is gone"))
+    with caplog.at_level(logging.INFO, "kvcached"):
+        world.keeper._run()
+    assert [(record.levelno, "rank 1 is gone" in record.message) for record in caplog.records] == [(level, True)]
 
 
 def test_a_failure_in_the_thread_reaches_the_next_caller():

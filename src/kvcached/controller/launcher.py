@@ -11,7 +11,8 @@ from kvcached.controller.backends import BackendFailed, answers
 from kvcached.controller.choice import Replica
 from kvcached.controller.engine_command import command_of, environment_of
 from kvcached.controller.fleet import FIRST_PAUSE_S, LONGEST_PAUSE_S
-from kvcached.controller.process import EngineProcess, free_port
+from kvcached.controller.ports import free_port, is_refused, port_of
+from kvcached.controller.process import EngineProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -97,12 +98,14 @@ class EngineBackend:
         self._replicas[number : number + 1] = [replica]
 
     async def _until_ready(self, replica: Replica) -> None:
-        process = self._processes[replica.address]
-        while not await answers(self._session, replica.address):
+        process, port = self._processes[replica.address], port_of(replica.address)
+        while is_refused(port, process.tail) or not await answers(self._session, replica.address):
             if not process.running:
                 said = await process.last_words()
                 advice = advice_on(process.tail)
                 raise BackendFailed(f"{process.title} ended before it was ready: {said}{advice}")
+            if is_refused(port, process.tail):
+                raise BackendFailed(f"{process.title} found port {port} taken by another program; its next start gets another port")
             await asyncio.sleep(POLL_S)
         replica.up = True
 

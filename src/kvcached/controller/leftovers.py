@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvcached import processes
 from kvcached.errors import SettingError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
 def note(log: Path, pid: int) -> None:
     """`pid` leads a process group and writes to `log`."""
-    record = {"pid": pid, "start": start_of(pid), "boot": _boot()}
+    record = {"pid": pid, "start": processes.start_of(pid), "boot": _boot()}
     _record_of(log).write_text(json.dumps(record), encoding="utf-8")
 
 
@@ -68,12 +69,6 @@ def end_all(folder: Path) -> None:
         record.unlink(missing_ok=True)
 
 
-def start_of(pid: int) -> int | None:
-    """When it started, in the kernel's ticks since boot; None when there is no such process."""
-    fields = _stat(pid)
-    return None if fields is None else int(fields[19])
-
-
 def _record_of(log: Path) -> Path:
     return log.with_suffix(SUFFIX)
 
@@ -86,23 +81,8 @@ def _group_of(record: Path) -> int | None:
     except (OSError, ValueError, KeyError, TypeError):
         _log.warning("%s is no record of a process, and is removed", record)
         return None
-    is_other = boot != _boot() or start_of(pid) not in (start, None)
-    return None if pid <= 1 or is_other or not is_there(pid) else pid
-
-
-def is_there(group: int) -> bool:
-    """Whether any process of the group is more than a zombie."""
-    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-    found = (_stat(pid) for pid in pids)
-    return any(fields is not None and int(fields[2]) == group and fields[0] not in "ZX" for fields in found)
-
-
-def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
+    is_other = boot != _boot() or processes.start_of(pid) not in (start, None)
+    return None if pid <= 1 or is_other or not processes.of_group(pid) else pid
 
 
 def _boot() -> str:
@@ -115,8 +95,8 @@ def _boot() -> str:
 def _wait_gone(groups: list[int], timeout_s: float) -> list[int]:
     """Those that are still there after that time."""
     end_s = time.monotonic() + timeout_s
-    left = [group for group in groups if is_there(group)]
+    left = [group for group in groups if processes.of_group(group)]
     while left and time.monotonic() < end_s:
         time.sleep(_POLL_S)
-        left = [group for group in left if is_there(group)]
+        left = [group for group in left if processes.of_group(group)]
     return left

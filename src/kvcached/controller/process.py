@@ -7,13 +7,12 @@ import asyncio
 import contextlib
 import logging
 import os
-import random
 import signal
-import socket
 import time
 from collections import deque
 from typing import IO, TYPE_CHECKING, Final
 
+from kvcached import processes
 from kvcached.controller import leftovers
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _log = logging.getLogger("kvcached.engine")
-PORTS: Final = (15_000, 32_000)
 TERM_GRACE_S: Final = 20.0
 KILL_GRACE_S: Final = 10.0
 _POLL_S: Final = 0.05
@@ -116,7 +114,7 @@ class EngineProcess:
     async def _until_all_are_gone(self) -> None:
         """What was killed has its memory until it has ended, and that can take a while."""
         end_s = time.monotonic() + KILL_GRACE_S
-        while await asyncio.to_thread(leftovers.is_there, self.pid):
+        while await asyncio.to_thread(processes.of_group, self.pid):
             if time.monotonic() > end_s:
                 _log.error("%s: killed, and still there: process group %d", self.title, self.pid)
                 return
@@ -173,12 +171,3 @@ class EngineProcess:
         if text:
             self.tail.append(text)
             _log.info("%s | %s", self.title, text)
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens on just now; below those that the system gives to anybody."""
-    while True:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            port = random.randrange(*PORTS)
-            probe.bind(("127.0.0.1", port))
-            return port

@@ -97,8 +97,8 @@ class Keeper:
                 return
             try:
                 self.tick()
-            except StateUnknown as error:
-                _log.error("the keeper stops: %s", error)
+            except StateUnknown as error:  # whoever failed the pool has told the reason as an error
+                _log.log(logging.INFO if self._pool.failed else logging.ERROR, "the keeper stops: %s", error)
                 return
             except BaseException as error:  # raised again: a pool whose keeper died must not look healthy
                 self._pool.fail(f"the keeper met {type(error).__name__}: {error}")

@@ -7,21 +7,20 @@ import contextlib
 import http.client
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvcached import processes
+from kvcached.controller.ports import free_port, is_refused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from typing_extensions import Self
 
-PROC = Path("/proc")
-PORTS = (15_000, 32_000)
 START_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 40.0
@@ -42,11 +41,16 @@ class Server:
         self.port = port
         self.model = model
         self.log_path = log_path
-        with log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                env=dict(environment),
-                cwd=log_path.parent,
+        self._command = command
+        self._environment = dict(environment)
+        self.process = self._launch()
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        with self.log_path.open("wb") as log:
+            return subprocess.Popen(
+                self._command,
+                env=self._environment,
+                cwd=self.log_path.parent,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -60,6 +64,8 @@ class Server:
     def wait_until_ready(self) -> Self:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
+            if is_refused(self.port, self.log.splitlines()):
+                self._take_another_port()
             if self.process.poll() is not None:
                 raise AssertionError(f"{self.model} ended with {self.process.returncode}:\n{self.log[-LOG_TAIL_CHARACTERS:]}")
             with contextlib.suppress(OSError, http.client.HTTPException):
@@ -67,6 +73,13 @@ class Server:
                     return self
             time.sleep(0.5)
         raise AssertionError(f"{self.model} was not ready within {START_TIMEOUT_S} s:\n{self.log[-LOG_TAIL_CHARACTERS:]}")
+
+    def _take_another_port(self) -> None:
+        """Nobody can keep a port for a server that binds it a minute later."""
+        self.kill()
+        old, self.port = str(self.port), free_port()
+        self._command = [str(self.port) if part == old else part for part in self._command]
+        self.process = self._launch()
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[int, str]:
         """Status and text. Raises `OSError` or `HTTPException` when the server goes away."""
@@ -103,7 +116,7 @@ class Server:
 
     def processes(self) -> list[int]:
         """All processes of the server's session that are not dead already."""
-        return processes_of_session(self.process.pid)
+        return processes.of_session(self.process.pid)
 
     def stop(self) -> bool:
         """SIGTERM, as an operator does. False when a process of it did not end in time (all are killed then)."""
@@ -118,37 +131,9 @@ class Server:
 
     def kill(self) -> None:
         """SIGKILL to every process at once."""
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        while pids := self.processes():  # again for those that one of them had just begun
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
         self.process.wait()
-
-
-def processes_of_session(leader: int) -> list[int]:
-    """Those that are not dead already."""
-    found = []
-    for stat in (path / "stat" for path in PROC.iterdir() if path.name.isdigit()):
-        with contextlib.suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == leader and fields[0] != "Z":
-                found.append(int(stat.parent.name))
-    return found
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nobody listens on just now.
-
-    Below those that the system gives to whoever asks for any: a server may bind its own a minute after it was chosen.
-    """
-    found: list[int] = []
-    with contextlib.ExitStack() as stack:
-        while len(found) < count:
-            port = random.randrange(*PORTS)
-            with contextlib.suppress(OSError):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-                found.append(port)
-    return found
-
-
-def free_port() -> int:
-    return free_ports(1)[0]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from harness.engines import MODELS, PYTHON, environment
+from kvcached.controller.ports import free_port
 from kvcached.testing import servers
 from kvcached.testing.kinds import VLLM, Shape
 
@@ -20,7 +21,7 @@ class Server(servers.Server):
 
     def __init__(self, version: str, folder: Path, *options: str, model: str = "llama", **settings: str) -> None:
         self.run_dir = folder / "run"
-        port = servers.free_port()
+        port = free_port()
         command = [str(PYTHON), *VLLM.arguments(MODELS / model, "tiny", port, Shape(8, 2048)), "--seed", "0", *options]
         ours = {"ENABLE_KVCACHED": "true", "KVCACHED_RUN_DIR": str(self.run_dir), "KVCACHED_IDLE_TRIM_S": "0.3"}
         super().__init__(command, environment(version, **(ours | settings)), folder / "server.log", port, "tiny")
