@@ -17,13 +17,14 @@ from kvcached.controller.build import build_backends, card_bytes, specs_of
 from kvcached.controller.config import parse_config
 from kvcached.controller.gateway import Gateway
 from kvcached.controller.owner import Owner
+from kvcached.controller.traces import traces_to
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from kvcached.controller.states import State
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 PIECES = [
     b'data: {"choices": [{"text": "\xc3',
     b'\xa9"}]}\n\n',
@@ -145,7 +146,9 @@ async def stage(
         environ = {"UPSTREAM_KEY": "their-key"}
         owner = Owner(specs_of(config), build_backends(config, environ, session), card_bytes(config), hold_s=0.0, grace_s=0.2)
         await stack.enter_async_context(owner)
-        gateway = Gateway(config, Access(config, environ), owner, session)
+        traces = traces_to(config.traces)
+        stack.push_async_callback(asyncio.to_thread, traces.close)
+        gateway = Gateway(config, Access(config, environ), owner, session, traces)
         url = await stack.enter_async_context(listening(gateway.app()))
         client = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
         yield Stage(upstream, owner, url, client)

@@ -15,6 +15,7 @@ from kvcached.controller.engine_command import environment_of
 from kvcached.controller.leftovers import claimed
 from kvcached.controller.plan import CardPlan, Row, plan_of
 from kvcached.controller.serve import serve
+from kvcached.controller.traces import traces_to
 from kvcached.errors import SettingError
 from kvcached.units import format_size
 
@@ -32,6 +33,7 @@ def check(path: Path) -> None:
     config = load_config(path)
     environ = process_environment()
     Access(config, environ)
+    traces_to(config.traces).close()
     for name, model in config.models.items():
         if model.elastic:
             load_settings(environment_of(name, model, 0, environ))

@@ -224,6 +224,8 @@ class ServeConfig(_Section):
     """size of each card that models name, for the byte plan"""
     log_dir: File | None = None
     """folder of the engines' logs; default: `kvcached-logs` where this program was started"""
+    traces: Address | None = None
+    """collector of traces that takes OTLP over HTTP, such as http://127.0.0.1:4318; needs the extra `traces`; default: none"""
     models: Annotated[dict[Name, Model], Field(min_length=1)]
     """name, as clients write it, and what it is"""
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvcached.controller.access import Access
     from kvcached.controller.config import ServeConfig
     from kvcached.controller.owner import Owner
+    from kvcached.controller.traces import Traces
 
 _log = logging.getLogger("kvcached.controller")
 MAX_BODY_BYTES: Final = 256 * 1024 * 1024
@@ -37,11 +38,11 @@ _FORM_MODEL: Final = re.compile(rb';[ \t]*name="?model"?\r\n(?:[^\r\n]{1,200}\r\
 class Gateway:
     """The application. `created_s`: what `/v1/models` says, in seconds since 1970."""
 
-    def __init__(self, config: ServeConfig, access: Access, owner: Owner, session: aiohttp.ClientSession) -> None:
+    def __init__(self, config: ServeConfig, access: Access, owner: Owner, session: aiohttp.ClientSession, traces: Traces) -> None:
         self._config = config
         self._access = access
         self._owner = owner
-        self._proxy = Proxy(owner, session)
+        self._proxy = Proxy(owner, session, traces)
         self._names = config.names()
         self._created_s = int(time.time())
         self._management = Management(config, owner, self._everything)

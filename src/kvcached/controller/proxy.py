@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from kvcached.controller.choice import Replica
     from kvcached.controller.owner import Owner
+    from kvcached.controller.traces import RequestTrace, Traces
 
 _log = logging.getLogger("kvcached.controller")
 _UNABLE: Final = frozenset({502, 503, 504})
@@ -57,18 +59,22 @@ class _NothingSent(Exception):
 class Proxy:
     """`session` is used for all servers, and is the caller's to close."""
 
-    def __init__(self, owner: Owner, session: aiohttp.ClientSession) -> None:
+    def __init__(self, owner: Owner, session: aiohttp.ClientSession, traces: Traces) -> None:
         self._owner = owner
         self._session = session
+        self._traces = traces
 
     async def relay(self, request: web.Request, call: Call) -> web.StreamResponse:
         """The server's answer, whatever its status. Raises `ApiError` when there is none."""
-        trip, ok, refused = _Trip(self._owner, call), False, False
+        trace = self._traces.begin(request.headers, call.model, call.method, request.path)
+        trip, ok, refused = _Trip(self._owner, call, trace), False, False
         try:
             async with Reply(request, call.keep_alive_s) as reply:
                 response = await self._try(reply, call, trip)
+            trip.status = response.status
             ok = response.status < 500 and trip.complete
         except ApiError as error:
+            trip.status = error.status
             refused = error.status in (404, 429, 503) and trip.replica is None
             if reply.begun is None:
                 raise
@@ -82,7 +88,9 @@ class Proxy:
         for attempt in range(TRIES):
             if attempt:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
-            async with self._owner.lease(call.model):
+            async with contextlib.AsyncExitStack() as stack:
+                with trip.trace.waiting():
+                    await stack.enter_async_context(self._owner.lease(call.model))
                 trip.replica = choose(self._owner.backends[call.model].replicas, self._owner.now_s, call.key)
                 if trip.replica is None:
                     reason = "no server of it is up"
@@ -104,22 +112,24 @@ class Proxy:
         tried(replica, self._owner.now_s)
         replica.open.add(token)
         try:
-            async with self._send(reply.request, call, replica) as upstream:
-                if upstream.status in _UNABLE:
-                    failed(replica, self._owner.now_s)
-                else:
-                    worked(replica)
-                return await self._answer(reply, upstream, trip)
+            with trip.trace.asking(replica.address) as traced:
+                async with self._send(reply.request, call, replica, traced) as upstream:
+                    if upstream.status in _UNABLE:
+                        failed(replica, self._owner.now_s)
+                    else:
+                        worked(replica)
+                    return await self._answer(reply, upstream, trip)
         except _LOST as error:
             failed(replica, self._owner.now_s)
             raise _NothingSent(f"{replica.address}: {error or type(error).__name__}") from error
         finally:
             replica.open.discard(token)
 
-    def _send(self, request: web.Request, call: Call, replica: Replica) -> aiohttp.client._RequestContextManager:
+    def _send(self, request: web.Request, call: Call, replica: Replica, traced: Mapping[str, str]) -> aiohttp.client._RequestContextManager:
         left_out = dropped(request)
         headers = CIMultiDict((name, value) for name, value in request.headers.items() if name.lower() not in left_out)
         headers.update(call.authorization)
+        headers.update(traced)
         url = URL(replica.address + call.path_and_query, encoded=True)
         skipped = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
         return self._session.request(
@@ -164,13 +174,15 @@ def dropped(request: web.Request) -> frozenset[str]:
 class _Trip:
     """What is measured of one request, and told to the traffic monitor once."""
 
-    def __init__(self, owner: Owner, call: Call) -> None:
+    def __init__(self, owner: Owner, call: Call, trace: RequestTrace) -> None:
         self._owner = owner
+        self.trace = trace
         self._traffic = owner.traffic[call.model]
         self._start_s = owner.now_s
         self._ttft_s: float | None = None
         self.meter = Meter()
         self.replica: Replica | None = None
+        self.status: int | None = None
         self.complete = False
         self.broke = False
         self._traffic.asked(self._start_s, len(owner.fleet.models[call.model].waiting))
@@ -180,7 +192,9 @@ class _Trip:
 
     def end(self, ok: bool, refused: bool = False) -> None:
         now_s = self._owner.now_s
+        finished = Finished(ok, now_s - self._start_s, self._ttft_s, *self.meter.tokens())
+        self.trace.end(finished, self.status, refused)
         if refused:
             self._traffic.refused(now_s)
-            return
-        self._traffic.finished(Finished(ok, now_s - self._start_s, self._ttft_s, *self.meter.tokens()), now_s)
+        else:
+            self._traffic.finished(finished, now_s)

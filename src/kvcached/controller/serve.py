@@ -16,6 +16,7 @@ from kvcached.controller.build import build_backends, card_bytes, listen_for_end
 from kvcached.controller.gateway import Gateway
 from kvcached.controller.owner import Owner
 from kvcached.controller.reload import Reload
+from kvcached.controller.traces import traces_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,6 +37,7 @@ async def serve(
     """
     told_to_end = _told_to_end()
     access = Access(config, environ)
+    traces = traces_to(config.traces)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
@@ -43,10 +45,11 @@ async def serve(
         backends = build_backends(config, environ, session)
         async with Owner(specs_of(config), backends, card_bytes(config)) as owner:
             listen_for_ends(owner, backends)
-            gateway = Gateway(config, access, owner, session)
+            gateway = Gateway(config, access, owner, session, traces)
             reload = Reload(config, environ, owner, gateway, session)
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload.take, read_again)
             await _listen(config, gateway, owner, on_ready, told_to_end)
+    await asyncio.to_thread(traces.close)
 
 
 async def _listen(config: ServeConfig, gateway: Gateway, owner: Owner, on_ready: Callable[[str], None], told_to_end: asyncio.Event) -> None:
