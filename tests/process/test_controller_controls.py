@@ -15,7 +15,7 @@ from aiohttp import web
 
 import kvcached
 from kvcached.controller.backends import BackendFailed
-from kvcached.controller.controls import EngineControls, KvMemory, SglangControls, VllmControls
+from kvcached.controller.controls import Door, EngineControls, KvMemory, SglangControls, VllmControls
 from kvcached.runtime.control import ControlClient
 from kvcached.runtime.endpoint import endpoint_path
 from kvcached.setting_types import Amount
@@ -24,13 +24,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+CREDENTIALS = {"Authorization": "Bearer the-server's-own-key"}
 
-def said(controls_of: Callable[[aiohttp.ClientSession], EngineControls], fails: str = "") -> list[str]:
+
+def said(controls_of: Callable[[Door], EngineControls], fails: str = "") -> list[str]:
     """Path, query and body of each call of one sleep and one wake-up."""
     calls: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
         calls.append(f"{request.rel_url} {await request.text()}".strip())
+        if request.headers.get("Authorization") != CREDENTIALS["Authorization"]:
+            return web.Response(status=401)
         return web.Response(status=500, text="CUDA out of memory") if fails and fails in request.path else web.Response()
 
     async def play() -> None:
@@ -42,7 +46,7 @@ def said(controls_of: Callable[[aiohttp.ClientSession], EngineControls], fails: 
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             address = f"http://127.0.0.1:{runner.addresses[0][1]}"
             async with aiohttp.ClientSession() as session:
-                controls = controls_of(session)
+                controls = controls_of(Door(session, CREDENTIALS))
                 await controls.sleep(address)
                 await controls.wake(address)
         finally:
@@ -53,11 +57,11 @@ def said(controls_of: Callable[[aiohttp.ClientSession], EngineControls], fails: 
 
 
 def test_vllm_with_weights_in_host_memory() -> None:
-    assert said(lambda session: VllmControls(session, discard=False)) == ["/sleep?level=1&mode=wait", "/wake_up"]
+    assert said(lambda door: VllmControls(door, discard=False)) == ["/sleep?level=1&mode=wait", "/wake_up"]
 
 
 def test_vllm_with_weights_read_again() -> None:
-    assert said(lambda session: VllmControls(session, discard=True, mode="abort")) == [
+    assert said(lambda door: VllmControls(door, discard=True, mode="abort")) == [
         "/sleep?level=2&mode=abort",
         "/wake_up?tags=weights",
         '/collective_rpc {"method": "reload_weights"}',
@@ -67,8 +71,8 @@ def test_vllm_with_weights_read_again() -> None:
 
 def test_sglang() -> None:
     kept = ["/release_memory_occupation {}", "/resume_memory_occupation {}"]
-    assert said(lambda session: SglangControls(session, discard=False, model="m")) == kept
-    assert said(lambda session: SglangControls(session, discard=True, model="m")) == [
+    assert said(lambda door: SglangControls(door, discard=False, model="m")) == kept
+    assert said(lambda door: SglangControls(door, discard=True, model="m")) == [
         *kept,
         '/update_weights_from_disk {"model_path": "m"}',
     ]
@@ -76,7 +80,7 @@ def test_sglang() -> None:
 
 def test_a_refusal_says_whether_it_was_for_memory() -> None:
     with pytest.raises(BackendFailed, match="said 500: CUDA out of memory") as caught:
-        said(lambda session: VllmControls(session, discard=False), fails="wake_up")
+        said(lambda door: VllmControls(door, discard=False), fails="wake_up")
     assert caught.value.no_memory
 
 

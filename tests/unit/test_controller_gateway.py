@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from gateway_stage import PIECES, Upstream, cut_after, cut_at_once, error_of, listening, play, stage, until
 
+from kvcached.controller.proxy import TRIES
 from kvcached.controller.states import State
 from kvcached.controller.usage import Meter
 
@@ -190,6 +191,17 @@ class TestStreams:
                 asking.cancel()
                 await it.upstream.hung_up.wait()
                 await until(lambda: not it.owner.fleet.models["chat"].open)
+
+        play(scene)
+
+    def test_a_server_that_is_lost_each_time_is_told_without_its_address(self, caplog: pytest.LogCaptureFixture) -> None:
+        async def scene() -> None:
+            async with stage() as it:
+                it.upstream.script += [cut_at_once] * TRIES
+                status, body, _ = await it.post()
+                assert (status, error_of(body)["code"]) == (502, "upstream_lost")
+                assert error_of(body)["message"] == "chat: its server was lost before it answered"
+                assert it.upstream.address in caplog.text
 
         play(scene)
 

@@ -12,7 +12,7 @@ from kvcached.controller.config import secret
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvcached.controller.config import ServeConfig
+    from kvcached.controller.config import Model, ServeConfig
 
 
 class Access:
@@ -22,11 +22,7 @@ class Access:
         self._keys = [
             (secret(key.key, environ, f"api_keys.{index}.key").encode(), frozenset(key.models)) for index, key in enumerate(config.api_keys)
         ]
-        self._upstream = {
-            name: secret(model.upstream_key, environ, f"models.{name}.upstream_key")
-            for name, model in config.models.items()
-            if model.upstream_key is not None
-        }
+        self._upstream = {name: own_credentials(name, model, environ) for name, model in config.models.items()}
 
     def models_of(self, headers: Mapping[str, str]) -> frozenset[str] | None:
         """Models that the client's key opens; None: all, and the actions. Raises `ApiError` 401."""
@@ -41,11 +37,16 @@ class Access:
 
     def upstream_headers(self, model: str, headers: Mapping[str, str]) -> dict[str, str]:
         """Its own key if it has one; else the client's, if that is not one of ours."""
-        if model in self._upstream:
-            return {"Authorization": f"Bearer {self._upstream[model]}"}
-        if self._keys:
-            return {}
+        if self._upstream[model] or self._keys:
+            return self._upstream[model]
         return {name: headers[name] for name in ("Authorization", "x-api-key") if name in headers}
+
+
+def own_credentials(name: str, model: Model, environ: Mapping[str, str]) -> dict[str, str]:
+    """Headers with the key that the model's server has of its own; none if it has none. Raises `SettingError`."""
+    if model.upstream_key is None:
+        return {}
+    return {"Authorization": f"Bearer {secret(model.upstream_key, environ, f'models.{name}.upstream_key')}"}
 
 
 def _given_key(headers: Mapping[str, str]) -> str:

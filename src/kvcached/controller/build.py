@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvcached.config import load_settings
+from kvcached.controller.access import own_credentials
 from kvcached.controller.backends import Backend, RemoteBackend
 from kvcached.controller.config import ServeConfig, instance_name
-from kvcached.controller.controls import EngineControls, KvMemory, SglangControls, VllmControls
+from kvcached.controller.controls import Door, EngineControls, KvMemory, SglangControls, VllmControls
 from kvcached.controller.engine_command import environment_of
 from kvcached.controller.launcher import EngineBackend
 from kvcached.controller.states import Spec
@@ -69,7 +70,7 @@ def build_backends(config: ServeConfig, environ: Mapping[str, str], session: aio
 
 
 def backend_of(name: str, model: Model, config: ServeConfig, environ: Mapping[str, str], session: aiohttp.ClientSession) -> Backend:
-    controls = _controls(model, session)
+    controls = _controls(model, Door(session, own_credentials(name, model, environ)))
     if model.engine == "remote":
         return RemoteBackend(model.address, session, controls, model.start_timeout_s)
     return EngineBackend(name, model, environ, log_dir_of(config), session, controls, _kv_memory(name, model, environ))
@@ -79,13 +80,13 @@ def log_dir_of(config: ServeConfig) -> Path:
     return config.log_dir or Path("kvcached-logs")
 
 
-def _controls(model: Model, session: aiohttp.ClientSession) -> EngineControls | None:
+def _controls(model: Model, door: Door) -> EngineControls | None:
     if model.sleeps not in ("host", "discard"):
         return None
     discard = model.sleeps == "discard"
     if model.engine == "sglang":
-        return SglangControls(session, discard, str(model.model))
-    return VllmControls(session, discard, model.sleep_mode)
+        return SglangControls(door, discard, str(model.model))
+    return VllmControls(door, discard, model.sleep_mode)
 
 
 def _kv_memory(name: str, model: Model, environ: Mapping[str, str]) -> list[KvMemory]:

@@ -30,52 +30,59 @@ class EngineControls(Protocol):
     async def wake(self, address: str) -> None: ...
 
 
-async def post(session: aiohttp.ClientSession, url: str, params: Mapping[str, str] | None = None, body: Any = None) -> None:
-    """Raises `BackendFailed` with what the server said, unless it said 2xx."""
-    try:
-        async with session.post(url, params=params, json=body) as response:
-            text = (await response.text(errors="replace"))[:500]
-    except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-        raise BackendFailed(f"{url}: {error or type(error).__name__}") from error
-    if response.status >= 300:
-        raise BackendFailed(f"{url} said {response.status}: {text}", any(words in text.lower() for words in _NO_MEMORY))
+class Door:
+    """How a server's owner speaks to it. `credentials`: headers that it wants from whoever asks, such as a key."""
+
+    def __init__(self, session: aiohttp.ClientSession, credentials: Mapping[str, str]) -> None:
+        self._session = session
+        self._credentials = dict(credentials)
+
+    async def post(self, url: str, params: Mapping[str, str] | None = None, body: Any = None) -> None:
+        """Raises `BackendFailed` with what the server said, unless it said 2xx."""
+        try:
+            async with self._session.post(url, params=params, json=body, headers=self._credentials) as response:
+                text = (await response.text(errors="replace"))[:500]
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            raise BackendFailed(f"{url}: {error or type(error).__name__}") from error
+        if response.status >= 300:
+            raise BackendFailed(f"{url} said {response.status}: {text}", any(words in text.lower() for words in _NO_MEMORY))
 
 
 class VllmControls:
     """`discard`: level 2, the weights are read again on wake-up; else level 1, they are kept in host memory."""
 
-    def __init__(self, session: aiohttp.ClientSession, discard: bool, mode: str = "wait") -> None:
-        self._session = session
+    def __init__(self, door: Door, discard: bool, mode: str = "wait") -> None:
+        self._door = door
         self._discard = discard
         self._mode = mode
 
     async def sleep(self, address: str) -> None:
-        await post(self._session, f"{address}/sleep", {"level": "2" if self._discard else "1", "mode": self._mode})
+        await self._door.post(f"{address}/sleep", {"level": "2" if self._discard else "1", "mode": self._mode})
 
     async def wake(self, address: str) -> None:
         if not self._discard:
-            await post(self._session, f"{address}/wake_up")
+            await self._door.post(f"{address}/wake_up")
             return
-        await post(self._session, f"{address}/wake_up", {"tags": "weights"})
-        await post(self._session, f"{address}/collective_rpc", body={"method": "reload_weights"})
-        await post(self._session, f"{address}/wake_up", {"tags": "kv_cache"})
+        await self._door.post(f"{address}/wake_up", {"tags": "weights"})
+        await self._door.post(f"{address}/collective_rpc", body={"method": "reload_weights"})
+        await self._door.post(f"{address}/wake_up", {"tags": "kv_cache"})
 
 
 class SglangControls:
     """`discard`: the weights are read again from `model` on wake-up; else the server keeps a copy in host memory."""
 
-    def __init__(self, session: aiohttp.ClientSession, discard: bool, model: str) -> None:
-        self._session = session
+    def __init__(self, door: Door, discard: bool, model: str) -> None:
+        self._door = door
         self._discard = discard
         self._model = model
 
     async def sleep(self, address: str) -> None:
-        await post(self._session, f"{address}/release_memory_occupation", body={})
+        await self._door.post(f"{address}/release_memory_occupation", body={})
 
     async def wake(self, address: str) -> None:
-        await post(self._session, f"{address}/resume_memory_occupation", body={})
+        await self._door.post(f"{address}/resume_memory_occupation", body={})
         if self._discard:
-            await post(self._session, f"{address}/update_weights_from_disk", body={"model_path": self._model})
+            await self._door.post(f"{address}/update_weights_from_disk", body={"model_path": self._model})
 
 
 class KvMemory:

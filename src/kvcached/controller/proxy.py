@@ -98,8 +98,9 @@ class Proxy:
                 try:
                     return await self._exchange(reply, call, trip, trip.replica)
                 except _NothingSent as error:
-                    reason = str(error)
-                    await self._look_at(call.model, trip.replica, reason)
+                    reason = "its server was lost before it answered"  # where that is, is nothing for clients
+                    _log.warning("%s: %s", call.model, error)
+                    await self._look_at(call.model, trip.replica, str(error))
         raise ApiError(502, f"{call.model}: {reason}", "upstream_lost", 1.0)
 
     async def _look_at(self, name: str, replica: Replica, reason: str) -> None:
