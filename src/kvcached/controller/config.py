@@ -231,7 +231,7 @@ class ServeConfig(_Section):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> ServeConfig:
-        for problem in (_name_problem(self), _group_problem(self), _key_problem(self), _card_problem(self)):
+        for problem in (_name_problem(self), _pool_problem(self), _group_problem(self), _key_problem(self), _card_problem(self)):
             if problem:
                 raise ValueError(problem)
         return self
@@ -262,6 +262,16 @@ def _name_problem(config: ServeConfig) -> str:
             seen[word] = name
         if model.engine != "remote" and INSTANCE_PATTERN.fullmatch(instance_name(name, 0)) is None:
             return f"models.{name}: the name becomes a file name: letters, digits, '.', '_' and '-', at most 36; use `aliases` for others"
+    return ""
+
+
+def _pool_problem(config: ServeConfig) -> str:
+    pools: dict[str, str] = {}
+    for name, model in config.models.items():
+        for pool in (instance_name(name, replica) for replica in range(model.replicas if model.engine != "remote" else 0)):
+            if pool in pools:
+                return f"models.{name}: the pool {pool!r} would be one of models.{pools[pool]} too: replicas are numbered"
+            pools[pool] = name
     return ""
 
 
