@@ -17,6 +17,7 @@ import pytest
 from control_pool import BUDGET_BYTES, Served
 from typer.testing import CliRunner, Result
 
+import kvcached
 from kvcached.card import Card
 from kvcached.cli.kvctl import app
 from kvcached.runtime.control import ControlClient, endpoint_path
@@ -169,6 +170,22 @@ class TestOtherCommands:
         assert max(len(line) for line in result.stdout.splitlines()) <= 80
         answer = machine.json("explain", "chat")
         assert sum(row["size_bytes"] for row in answer["rows"]) == answer["status"]["held_bytes"]
+
+    def test_explain_names_the_pages_of_a_real_pool(self, machine: Machine) -> None:
+        with (
+            kvcached.open_card("host:0", run_dir=str(machine.run_dir), budget="64MiB") as card,
+            card.open_pool("real", block_bytes=65_536, blocks=512) as pool,
+        ):
+            (taken,) = pool.take(100)
+            pool.give([(taken[0] + 1, 63), (taken[0] + 65, 35)])
+            shown = machine.kvctl("explain", pool.instance).stdout
+            answer = machine.json("explain", pool.instance)
+        assert "on the same page: page 0 (1 owned of 32 blocks), page 2 (1 owned of 32 blocks)" in " ".join(shown.split())
+        assert max(len(line) for line in shown.splitlines()) <= 80
+        assert [row["detail"] for row in answer["rows"] if row["reason"].startswith("free blocks")] == [
+            "page 0 (1 owned of 32 blocks), page 2 (1 owned of 32 blocks)"
+        ]
+        assert answer["other_bytes"] == 0
 
     def test_watch_prints_a_line_for_each_pool_and_look(self, machine: Machine) -> None:
         machine.start("chat", "code")

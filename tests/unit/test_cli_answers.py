@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvcached.cli.answers import FLOOR, LIMIT, change_holds, change_json, change_text
+from kvcached.cli.answers import FLOOR, LIMIT, change_holds, change_json, change_text, explain_head, explain_json, explain_notes
+from kvcached.cli.session import Explained
 from kvcached.core.limits import NO_LIMIT_BYTES
-from kvcached.runtime.control import ChangeAnswer
+from kvcached.runtime.control import ChangeAnswer, ExplainRow, Explanation, PoolStatus
 from kvcached.units import MIB
 
 CASES = [
@@ -46,3 +47,20 @@ def test_no_limit_is_none_in_words_and_null_in_json() -> None:
 
 def test_a_reason_is_told() -> None:
     assert change_text("chat", FLOOR, answer("rejected", 8, 2, reason="it does not fit")).endswith(" (it does not fit)")
+
+
+def test_what_is_held_is_told_with_its_pages_and_with_what_is_no_kv_cache() -> None:
+    row = ExplainRow(reason="retired: empty, behind work", size_bytes=2 * MIB, freed_by="the step ends", detail="page 5 behind step 3")
+    status = PoolStatus(
+        instance="chat", name="llama", state="over", reason="", held_bytes=2 * MIB, lease_bytes=4 * MIB, limit_bytes=NO_LIMIT_BYTES
+    )
+    explained = Explained(status, Explanation(rows=(row,)), 512 * MIB)
+    assert explain_head("chat", status) == "chat, model llama: over, 2 MiB held of a lease of 4 MiB"
+    assert explain_notes(explained) == [
+        "retired: page 5 behind step 3",
+        "not KV: 512 MiB of weights, activations and graphs beside it, until the engine",
+        "  ends",
+    ]
+    shown = explain_json(explained)
+    assert (shown["other_bytes"], shown["status"]["limit_bytes"], shown["rows"][0]["detail"]) == (512 * MIB, None, "page 5 behind step 3")
+    assert explain_notes(Explained(status, Explanation(rows=()), 0)) == []

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any, Final
 
 from kvcached.core.limits import NO_LIMIT_BYTES
 from kvcached.units import format_size
 
 if TYPE_CHECKING:
-    from kvcached.runtime.control import BytesAnswer, ChangeAnswer, Explanation, PoolStatus
+    from kvcached.cli.session import Explained
+    from kvcached.runtime.control import BytesAnswer, ChangeAnswer, PoolStatus
 
 LIMIT = "limit"
 FLOOR = "floor"
+_LINE_CHARS: Final = 80
 
 
 def change_holds(setting: str, answer: ChangeAnswer) -> bool:
@@ -46,9 +49,24 @@ def _size_json(size_bytes: int) -> int | None:
     return None if size_bytes >= NO_LIMIT_BYTES else size_bytes
 
 
-def explain_json(status: PoolStatus, explanation: Explanation) -> dict[str, Any]:
-    values = status.model_dump()
-    return {"status": values | {"limit_bytes": _size_json(status.limit_bytes)}, **explanation.model_dump(mode="json")}
+def explain_json(explained: Explained) -> dict[str, Any]:
+    values = explained.status.model_dump()
+    status = values | {"limit_bytes": _size_json(explained.status.limit_bytes)}
+    return {"status": status, **explained.held.model_dump(mode="json"), "other_bytes": explained.other_bytes}
+
+
+def explain_head(pool: str, status: PoolStatus) -> str:
+    why = f" ({status.reason})" if status.reason else ""
+    model = f", model {status.name}" if status.name else ""
+    return f"{pool}{model}: {status.state}{why}, {format_size(status.held_bytes)} held of a lease of {format_size(status.lease_bytes)}"
+
+
+def explain_notes(explained: Explained) -> list[str]:
+    """Lines below the table of reasons: the pages that are known by number, and what is no KV cache."""
+    notes = [f"{row.reason.partition(':')[0]}: {row.detail}" for row in explained.held.rows if row.detail]
+    if explained.other_bytes:
+        notes.append(f"not KV: {format_size(explained.other_bytes)} of weights, activations and graphs beside it, until the engine ends")
+    return [line for note in notes for line in wrap(note, _LINE_CHARS, subsequent_indent="  ")]
 
 
 def bytes_hold(answer: BytesAnswer, wanted_bytes: int | None) -> bool:

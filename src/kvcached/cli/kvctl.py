@@ -13,14 +13,25 @@ from typing import Annotated
 import typer
 
 from kvcached.cli import live
-from kvcached.cli.answers import FLOOR, LIMIT, bytes_hold, bytes_json, bytes_text, change_holds, change_json, change_text, explain_json
+from kvcached.cli.answers import (
+    FLOOR,
+    LIMIT,
+    bytes_hold,
+    bytes_json,
+    bytes_text,
+    change_holds,
+    change_json,
+    change_text,
+    explain_head,
+    explain_json,
+    explain_notes,
+)
 from kvcached.cli.machine import read_cards
 from kvcached.cli.output import ExitCode, parse_amount, parse_limit, parse_percent, reporting, say, say_json, short_size, table, warn
 from kvcached.cli.session import Session
 from kvcached.cli.settings_view import show_settings
 from kvcached.config import Amount, load_settings
 from kvcached.runtime.control import BytesAnswer, ChangeAnswer
-from kvcached.units import format_size
 
 app = typer.Typer(
     help=__doc__,
@@ -159,15 +170,15 @@ def evict(context: typer.Context, pool: Pool, size: SizeOrShare, as_json: AsJson
 def explain(context: typer.Context, pool: Pool, as_json: AsJson = False) -> None:
     """Say for every byte that a pool holds why it holds it, and what would free it."""
     with _session(context, as_json) as session:
-        status, answer = session.explain(pool)
+        explained = session.explain(pool)
         if as_json:
-            say_json(explain_json(status, answer))
+            say_json(explain_json(explained))
             return
-        why = f" ({status.reason})" if status.reason else ""
-        model = f", model {status.name}" if status.name else ""
-        say(f"{pool}{model}: {status.state}{why}, {format_size(status.held_bytes)} held of a lease of {format_size(status.lease_bytes)}")
-        rows = [(short_size(row.size_bytes), row.reason, row.freed_by or "-") for row in answer.rows]
+        say(explain_head(pool, explained.status))
+        rows = [(short_size(row.size_bytes), row.reason, row.freed_by or "-") for row in explained.held.rows]
         say(table(("SIZE", "REASON", "FREED BY"), rows, left=3))
+        for note in explain_notes(explained):
+            say(note)
 
 
 @app.command()

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Explained:
+    """A pool and the bytes that it holds; `other_bytes`: what its engine leases beside it that is no KV cache."""
+
+    status: PoolStatus
+    held: Explanation
+    other_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Session:
     """A pool has `timeout_s` for each answer. Every call raises `NoSuchPool`; `PeerLost` for a pool whose process has ended; and what
     a `ControlClient` raises."""
@@ -58,9 +67,9 @@ class Session:
         wanted_bytes = target.bytes_of(amount, client)
         return client.evict(wanted_bytes), wanted_bytes
 
-    def explain(self, pool: str) -> tuple[PoolStatus, Explanation]:
-        client = self.reach(pool)[1]
-        return client.status(), client.explain()
+    def explain(self, pool: str) -> Explained:
+        target, client = self.reach(pool)
+        return Explained(client.status(), client.explain(), sum(row.other_bytes for row in target.rows))
 
     def delete(self, pool: str, *, force: bool = False) -> dict[str, Any]:
         """Clear up what a dead pool left. Raises `PeerRefused` for a live one, unless its process shall be ended first; `PeerTimeout`

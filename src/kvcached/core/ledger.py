@@ -30,7 +30,7 @@ from kvcached.core.blocks import (
 from kvcached.core.limits import LimitChange, LimitOutcome
 from kvcached.core.pages import PageTable
 from kvcached.core.plans import GrowPlan, Planner, ShrinkPlan
-from kvcached.core.report import PageReport, PoolCounts, count, page_reports
+from kvcached.core.report import PageCopy, PageReport, PoolCounts, copy_of, count, page_reports
 from kvcached.core.states import MAPPING, QUARANTINED, UNMAPPING, USED, VOID, PageState
 from kvcached.core.victims import CacheIndex
 from kvcached.errors import Misuse
@@ -359,6 +359,10 @@ class Ledger:
     def pages(self) -> Iterator[PageReport]:
         """Every page that is held, ascending."""
         return page_reports(self._table)
+
+    def copy_pages(self) -> PageCopy:
+        """The same, to be read later."""
+        return copy_of(self._table)
 
 
 __all__ = ["BlockRange", "BlockState", "GrowPlan", "Ledger", "PageReport", "PageState", "Piece", "PoolCounts", "ShrinkPlan"]

@@ -69,9 +69,41 @@ def count(table: PageTable, cached_blocks: int) -> PoolCounts:
     )
 
 
-def page_reports(table: PageTable) -> Iterator[PageReport]:
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """What a page table says of each page, at one moment; reports of it are made when the table is in use again."""
+
+    states: bytes
+    owned: list[int]
+    cached: list[int]
+    counts: list[int]
+    markers: list[int]
+    run_first: list[int]
+    run_count: list[int]
+    pinned: frozenset[int]
+
+    def reports(self) -> Iterator[PageReport]:
+        """Every page that is held, ascending."""
+        return page_reports(self)
+
+
+def copy_of(table: PageTable) -> PageCopy:
+    """Cheap: flat copies."""
+    return PageCopy(
+        states=bytes(table.states),
+        owned=table.owned.copy(),
+        cached=table.cached.copy(),
+        counts=table.counts.copy(),
+        markers=table.markers.copy(),
+        run_first=table.run_first.copy(),
+        run_count=table.run_count.copy(),
+        pinned=frozenset(table.pinned),
+    )
+
+
+def page_reports(table: PageTable | PageCopy) -> Iterator[PageReport]:
     """Every page that is held, ascending."""
-    for page in range(table.none):
+    for page in range(len(table.states) - 1):  # the last entry stands for no page
         state = table.states[page]
         if state in (UNMAPPED, VOID):
             continue

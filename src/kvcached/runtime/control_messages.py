@@ -90,11 +90,12 @@ class BytesAnswer(Answer):
 
 
 class ExplainRow(Answer):
-    """`size_bytes` are held because of `reason`; `freed_by` says what would free them."""
+    """`size_bytes` are held because of `reason`; `freed_by` says what would free them, `detail` which pages they are and why, if known."""
 
     reason: str
     size_bytes: int
     freed_by: str = ""
+    detail: str = ""
 
 
 class Explanation(Answer):

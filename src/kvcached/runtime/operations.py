@@ -18,7 +18,7 @@ from kvcached.errors import PeerError, PeerRefused, PeerTimeout
 from kvcached.ranks.api import MapperStatus
 from kvcached.runtime.control import BytesAnswer, ChangeAnswer, Explanation, PoolMetrics, PoolStatus, WeightAnswer
 from kvcached.runtime.control_messages import RankMetrics
-from kvcached.runtime.explain import explain_pool
+from kvcached.runtime.explain import explain
 from kvcached.units import format_size
 
 if TYPE_CHECKING:
@@ -201,8 +201,9 @@ class PoolOperations:
 
     def explain(self) -> Explanation:
         mapper = self._mapper_status()
-        with self._locked() as pool:
-            return explain_pool(pool, mapper)
+        with self._locked() as pool:  # only to copy: there may be tens of thousands of pages
+            counts, pages = pool.counts(), pool.ledger.copy_pages()
+        return explain(pool.geometry, counts, list(pages.reports()), mapper)
 
     def pressure(self, wanted_bytes: int) -> BytesAnswer:
         """Parked pages at once, then cached blocks as far as the pool stays at or above its floor."""

@@ -115,7 +115,7 @@ def _delete(session: Session, pool: str, body: bytes) -> dict[str, Any]:
 
 
 def _explain(session: Session, pool: str, body: bytes) -> dict[str, Any]:
-    return explain_json(*session.explain(pool))
+    return explain_json(session.explain(pool))
 
 
 COMMANDS: Final[dict[str, tuple[str, Command]]] = {
