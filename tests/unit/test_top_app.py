@@ -195,7 +195,7 @@ class TestTable:
                 await seen.until_text("GPU-0 a card")
                 for _ in range(9):
                     await seen.press(*["down"] * 8)
-                    assert seen.chosen in seen.rows()
+                    await seen.until(lambda: seen.chosen in seen.rows())
                 assert seen.chosen == "pool-7h"
 
         asyncio.run(run())
