@@ -12,11 +12,37 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 FOLDER = Path(os.environ["STANDIN_FOLDER"])
+MIB = 1 << 20
+memory: list[Memory] = []
 
 
 def note(text: str) -> None:
     with (FOLDER / "calls").open("a") as file:
         file.write(text + "\n")
+
+
+class Memory:
+    """A real pool on a host card; it has as many blocks of 1 MiB as the file `pool` says, from each request on."""
+
+    def __init__(self) -> None:
+        import kvcached
+
+        capacity = {"host_capacity_bytes": 128 * MIB, "host_granularity_bytes": 65536, "budget": "64MiB"}
+        self.card = kvcached.open_card("host:0", prealloc_enabled=False, handle_cache_mb=0, large_run_mb=0, **capacity)
+        self.pool = self.card.open_pool("standin", block_bytes=MIB, blocks=60)
+        self.ranges: list[tuple[int, int]] = []
+
+    def adjust(self) -> None:
+        from kvcached.errors import PoolExhausted
+
+        self.pool.give(self.ranges)
+        self.ranges = []
+        wanted = int((FOLDER / "pool").read_text())
+        while wanted and not self.ranges:
+            try:
+                self.ranges = self.pool.take(wanted)
+            except PoolExhausted:  # a card that is new grants less for a while
+                time.sleep(0.1)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -33,6 +59,8 @@ class Handler(BaseHTTPRequestHandler):
             trouble.unlink()
             self.answer(500, {"error": "CUDA out of memory"})
         elif self.path.startswith("/v1/"):
+            for one in memory:
+                one.adjust()
             self.generate(json.loads(body))
         else:
             self.answer(200, {})
@@ -47,10 +75,17 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
-        for number in range(int(str(given.get("n", 3)))):
-            self.wfile.write(f"data: {number}\n\n".encode())
+        for event in self.chat(given) if "messages" in given else map(str, range(int(str(given.get("n", 3))))):
+            self.wfile.write(f"data: {event}\n\n".encode())
             self.wfile.flush()
             time.sleep(0.02)
+
+    def chat(self, given: dict[str, object]) -> list[str]:
+        """It says again what it was told last, word by word."""
+        messages = given["messages"]
+        assert isinstance(messages, list)
+        words = [f"{word} " for word in messages[-1]["content"].split()]
+        return [*(json.dumps({"choices": [{"delta": {"content": word}}]}) for word in words), "[DONE]"]
 
     def answer(self, status: int, value: dict[str, object]) -> None:
         body = json.dumps(value).encode()
@@ -76,6 +111,10 @@ def main() -> None:
         time.sleep(600)
     while (FOLDER / "linger").exists():
         time.sleep(0.05)
+    if (FOLDER / "say").exists():
+        print((FOLDER / "say").read_text(), flush=True)
+    if (FOLDER / "pool").exists():
+        memory.append(Memory())
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     (FOLDER / "child").write_text(str(child.pid))
     print(f"ready as {os.environ['KVCACHED_IPC_NAME']}", flush=True)

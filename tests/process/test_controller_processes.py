@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvcached import processes
+from kvcached.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,7 +48,7 @@ class Running:
             (parent / "__init__.py").touch()
         shutil.copy(HERE / "standin_server.py", package / "main.py")
         chat = {"engine": "vllm", "model": "none", "python": sys.executable, "sleep": "host", **keys}
-        chat["env"] = {"PYTHONPATH": str(folder / "path"), "STANDIN_FOLDER": str(folder)}
+        chat["env"] = {"PYTHONPATH": str(folder / "path"), "STANDIN_FOLDER": str(folder), **keys.get("env", {})}
         self.chat = chat
         self.write({"chat": chat})
         self.launch()
@@ -317,3 +318,26 @@ def test_the_end_does_not_wait_for_a_model_that_is_starting(tmp_path: Path) -> N
         assert isinstance(found[0], tuple)
         assert found[0][0] == 503
         assert b"shutting_down" in found[0][1]
+
+
+def test_logs_and_memory_are_told_by_model(tmp_path: Path, run_dir: Path) -> None:
+    (tmp_path / "say").write_text("first\n\x1b[31msecond\x1b[0m <b>\n")
+    (tmp_path / "pool").write_text("8")
+
+    def pools() -> list[dict[str, Any]]:
+        return [pool for card in json.loads(it.call("/cards", method="GET")[1])["cards"] for pool in card["pools"]]
+
+    with running(tmp_path, sleep="kv", env={"KVCACHED_RUN_DIR": str(run_dir)}) as it:
+        assert json.loads(it.call("/logs/chat", method="GET")[1])["lines"] == []
+        assert pools() == []
+        it.engine_pid()
+        until(lambda: sum(pool["used_bytes"] for pool in pools()) == 8 * MIB)
+        assert [pool["model"] for pool in pools()] == ["chat"]
+        told = json.loads(it.call("/logs/chat", method="GET")[1])
+        assert told["lines"][:2] == ["first", "\x1b[31msecond\x1b[0m <b>"]
+        assert told["lines"][-1] == "ready as chat"
+        assert json.loads(it.call(f"/logs/chat?after={told['next']}", method="GET")[1])["lines"] == []
+        (tmp_path / "pool").write_text("0")
+        it.engine_pid()
+        assert it.call("/action/limit/chat?limit=32MiB")[0] == 200
+        until(lambda: [pool["limit_bytes"] for pool in pools()] == [32 * MIB])

@@ -16,8 +16,10 @@ from kvcached.errors import KVCachedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from kvcached.controller.controls import EngineControls
+    from kvcached.controller.journal import Journal
     from kvcached.setting_types import Amount
 
 _log = logging.getLogger("kvcached.controller")
@@ -42,6 +44,16 @@ class Backend(Protocol):
     @property
     def replicas(self) -> Sequence[Replica]: ...
 
+    @property
+    def journal(self) -> Journal | None:
+        """What its servers say; None: that is not heard here."""
+        ...
+
+    @property
+    def run_dir(self) -> Path | None:
+        """Where the cards of its pools are recorded; None: its KV cache is not ours."""
+        ...
+
     async def start(self) -> None: ...
 
     async def wake(self) -> None: ...
@@ -61,6 +73,9 @@ class Backend(Protocol):
 
 class RemoteBackend:
     """Servers that somebody else runs: they are looked at, and put to sleep if the file says so, but never started or ended."""
+
+    journal = None
+    run_dir = None
 
     def __init__(self, addresses: Sequence[str], session: aiohttp.ClientSession, controls: EngineControls | None, timeout_s: float) -> None:
         self.replicas: list[Replica] = [Replica(address) for address in addresses]

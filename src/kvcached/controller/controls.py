@@ -96,6 +96,10 @@ class KvMemory:
         self._path = path
         self._timeout_s = timeout_s
 
+    @property
+    def run_dir(self) -> Path:
+        return self._path.parent.parent
+
     async def give_back(self, leader: int | None = None) -> int:
         """Cached blocks and parked pages go. Returns the bytes that the pools still hold."""
         return await asyncio.to_thread(self._each, leader, _give_back)

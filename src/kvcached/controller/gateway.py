@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import web
 
+from kvcached.controller import page
 from kvcached.controller.api_errors import ApiError, no_such_model
 from kvcached.controller.choice import key_of
 from kvcached.controller.manage import Management
+from kvcached.controller.origin import is_foreign, is_misled
 from kvcached.controller.proxy import Call, Proxy
 from kvcached.controller.reply import ClientGone
 
@@ -45,7 +47,7 @@ class Gateway:
         self._proxy = Proxy(owner, session, traces)
         self._names = config.names()
         self._created_s = int(time.time())
-        self._management = Management(config, owner, self._everything)
+        self._management = Management(config, owner, self._everything, self._proxy.under_way)
 
     def use(self, config: ServeConfig, access: Access) -> None:
         """A new file; requests that are under way keep what they have."""
@@ -54,7 +56,7 @@ class Gateway:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._shape_errors])
-        app.add_routes(self._management.routes())
+        app.add_routes([*page.routes(), *self._management.routes()])
         app.add_routes(
             [
                 web.get("/v1/models", self._models),
@@ -104,7 +106,11 @@ class Gateway:
         return {"id": word, "object": "model", "created": self._created_s, "owned_by": "kvcached", "root": name, "state": state}
 
     def _everything(self, request: web.Request) -> None:
-        """Raises `ApiError` unless the key opens all models."""
+        """Raises `ApiError` unless the key opens all models, or for a browser that somebody else's page makes ask."""
+        if is_foreign(request.headers):
+            raise ApiError(403, "This is not for pages of other sites.", "cross_site")
+        if not self._config.api_keys and is_misled(request.headers, self._config.host_and_port[0]):
+            raise ApiError(403, "Without `api_keys` this is for localhost only; to use another name, set `api_keys`.", "wrong_host")
         if self._access.models_of(request.headers) is not None:
             raise ApiError(403, "This API key opens models only.", "not_allowed")
 

@@ -11,6 +11,7 @@ from kvcached.controller.backends import BackendFailed, answers
 from kvcached.controller.choice import Replica
 from kvcached.controller.engine_command import command_of, environment_of
 from kvcached.controller.fleet import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from kvcached.controller.journal import Journal
 from kvcached.controller.ports import free_port, is_refused, port_of
 from kvcached.controller.process import EngineProcess
 
@@ -57,11 +58,16 @@ class EngineBackend:
         self._processes: dict[str, EngineProcess] = {}
         self._replicas: list[Replica] = []
         self._revivals: set[asyncio.Task[None]] = set()
+        self.journal = Journal()
         self.on_ended: Callable[[str], None] = lambda reason: None
 
     @property
     def replicas(self) -> list[Replica]:
         return self._replicas
+
+    @property
+    def run_dir(self) -> Path | None:
+        return self._kv_memory[0].run_dir if self._kv_memory else None
 
     def processes(self) -> list[EngineProcess]:
         return list(self._processes.values())
@@ -91,7 +97,10 @@ class EngineBackend:
         command = command_of(self._name, self._model, port)
         environment = environment_of(self._name, self._model, number, self._environ)
         log = self._log_dir / f"{title.replace('/', '-')}.log"
-        process = await EngineProcess.launch(title, command, environment, log, lambda code: self._ended(replica, code))
+        mark = "" if self._model.replicas == 1 else f"{number} | "
+        process = await EngineProcess.launch(
+            title, command, environment, log, lambda code: self._ended(replica, code), lambda line: self.journal.add(mark + line)
+        )
         _log.info("%s: started as process %d", title, process.pid)
         replica.pid = process.pid
         self._processes[replica.address] = process

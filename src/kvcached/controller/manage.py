@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from kvcached.controller.api_errors import ApiError, no_such_model
 from kvcached.controller.backends import BackendFailed
+from kvcached.controller.card_memory import CardMemory
 from kvcached.controller.metrics import exposition
 from kvcached.controller.placement import Room
 from kvcached.controller.states import AT_REST, Model, State
@@ -25,12 +27,19 @@ if TYPE_CHECKING:
 
 
 class Management:
-    """`allow` raises `ApiError` for who may not ask. Load balancers have no key: to them `/health` says the least that they need."""
+    """`allow` raises `ApiError` for who may not ask. Load balancers have no key: to them `/health` says the least that they need.
 
-    def __init__(self, config: ServeConfig, owner: Owner, allow: Callable[[web.Request], None]) -> None:
+    `under_way` lists requests that have not ended.
+    """
+
+    def __init__(
+        self, config: ServeConfig, owner: Owner, allow: Callable[[web.Request], None], under_way: Callable[[], list[dict[str, Any]]]
+    ) -> None:
         self._config = config
         self._owner = owner
         self._allow = allow
+        self._under_way = under_way
+        self._cards = CardMemory()
 
     def use(self, config: ServeConfig) -> None:
         self._config = config
@@ -40,6 +49,9 @@ class Management:
             web.get("/health", self._health),
             web.get("/health/{model:.+}", self._health_of),
             web.get("/traffic", self._traffic),
+            web.get("/requests", self._requests),
+            web.get("/cards", self._memory),
+            web.get("/logs/{model:.+}", self._logs),
             web.get("/metrics", self._metrics),
             web.get("/models/idle", self._idle),
             web.get("/sleep/status", self._sleep_status),
@@ -73,6 +85,31 @@ class Management:
         now_s = self._owner.now_s
         facts = {name: {**self._owner.traffic[name].to_json(now_s), **_load(model)} for name, model in self._models().items()}
         return web.json_response({"models": facts})
+
+    async def _requests(self, request: web.Request) -> web.Response:
+        """Those that have not ended, the oldest first; `?most=50`."""
+        self._allow(request)
+        under_way = self._under_way()
+        return web.json_response({"count": len(under_way), "requests": under_way[: _count(request, "most", 50)]})
+
+    async def _memory(self, request: web.Request) -> web.Response:
+        """What each card holds by the pools on it, and whose they are."""
+        self._allow(request)
+        backends = self._owner.backends
+        run_dirs = dict.fromkeys(path for backend in backends.values() if (path := backend.run_dir) is not None)
+        leaders = {replica.pid: name for name, backend in backends.items() for replica in backend.replicas if replica.pid is not None}
+        return web.json_response({"cards": self._cards.look(run_dirs, leaders)})
+
+    async def _logs(self, request: web.Request) -> web.Response:
+        """The last lines of a model's servers: `?most=200`, `?after=N` those that came since `next` was N. null: somebody else has them."""
+        self._allow(request)
+        model = self._model(request)
+        after, most = _count(request, "after", 0), _count(request, "most", 200)
+        journal = self._owner.backends[model.name].journal
+        if journal is None:
+            return web.json_response({"model": model.name, "lines": None, "next": 0, "missed": 0})
+        excerpt = journal.after(after, most)
+        return web.json_response({"model": model.name, **dataclasses.asdict(excerpt)})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         """For Prometheus."""
@@ -156,6 +193,8 @@ class Management:
             "reason": model.reason,
             "failures": model.failures,
             "bring_back_s": round(model.bring_back_s, 3),
+            "can_sleep": model.spec.can_sleep,
+            "is_elastic": self._owner.backends[model.name].run_dir is not None,
             "servers": [_server(replica) for replica in self._owner.backends[model.name].replicas],
             **_load(model),
         }
@@ -175,6 +214,13 @@ def _amount(request: web.Request, name: str) -> Amount:
         return Amount.parse(request.query.get(name, ""))
     except ValueError as error:
         raise ApiError(400, f"`{name}`: {error}", "invalid_size", param=name) from None
+
+
+def _count(request: web.Request, name: str, default: int) -> int:
+    text = request.query.get(name, "")
+    if text and not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise ApiError(400, f"`{name}` is a whole number.", "invalid_count", param=name)
+    return int(text) if text else default
 
 
 def _seconds(request: web.Request, name: str, default: float) -> float:

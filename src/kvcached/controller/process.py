@@ -29,10 +29,19 @@ _LONGEST_LINE_BYTES: Final = 16_384
 
 
 class EngineProcess:
-    """Leads a process group of its own, so that all it starts ends with it. `on_end`: told once, when it ends without `stop`."""
+    """Leads a process group of its own, so that all it starts ends with it.
+
+    `on_end`: told once, when it ends without `stop`. `on_line`: told each line that it says.
+    """
 
     def __init__(
-        self, title: str, log: Path, process: asyncio.subprocess.Process, output: IO[bytes], on_end: Callable[[int], None]
+        self,
+        title: str,
+        log: Path,
+        process: asyncio.subprocess.Process,
+        output: IO[bytes],
+        on_end: Callable[[int], None],
+        on_line: Callable[[str], None],
     ) -> None:
         self.title = title
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -40,6 +49,7 @@ class EngineProcess:
         self._process = process
         self._output = output
         self._on_end = on_end
+        self._on_line = on_line
         self._stopping = False
         self._log_failed = False
         leftovers.note(log, process.pid)
@@ -47,7 +57,13 @@ class EngineProcess:
 
     @classmethod
     async def launch(
-        cls, title: str, command: Sequence[str], environment: Mapping[str, str], log: Path, on_end: Callable[[int], None]
+        cls,
+        title: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        on_end: Callable[[int], None],
+        on_line: Callable[[str], None],
     ) -> EngineProcess:
         """Raises `OSError` when the command cannot be run, or no record of it be written beside the log."""
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +85,7 @@ class EngineProcess:
         finally:
             os.close(writing)
         try:
-            return cls(title, log, process, output, on_end)
+            return cls(title, log, process, output, on_end, on_line)
         except OSError:  # without a record nobody would ever end it
             os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
@@ -170,4 +186,5 @@ class EngineProcess:
         text = line.decode(errors="replace").rstrip()
         if text:
             self.tail.append(text)
+            self._on_line(text)
             _log.info("%s | %s", self.title, text)

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 from aiohttp import web
@@ -63,11 +63,17 @@ class Proxy:
         self._owner = owner
         self._session = session
         self._traces = traces
+        self._trips: set[_Trip] = set()
+
+    def under_way(self) -> list[dict[str, Any]]:
+        """Each request that has not ended, the oldest first."""
+        return [trip.facts() for trip in sorted(self._trips, key=lambda trip: trip.start_s)]
 
     async def relay(self, request: web.Request, call: Call) -> web.StreamResponse:
         """The server's answer, whatever its status. Raises `ApiError` when there is none."""
         trace = self._traces.begin(request.headers, call.model, call.method, request.path)
         trip, ok, refused = _Trip(self._owner, call, trace), False, False
+        self._trips.add(trip)
         try:
             async with Reply(request, call.keep_alive_s) as reply:
                 response = await self._try(reply, call, trip)
@@ -80,6 +86,7 @@ class Proxy:
                 raise
             return await reply.fail(error)
         finally:  # also where the client went away
+            self._trips.discard(trip)
             trip.end(ok=ok, refused=refused)
         return response
 
@@ -179,21 +186,31 @@ class _Trip:
         self._owner = owner
         self.trace = trace
         self._traffic = owner.traffic[call.model]
-        self._start_s = owner.now_s
+        self._call = call
+        self.start_s = owner.now_s
         self._ttft_s: float | None = None
         self.meter = Meter()
         self.replica: Replica | None = None
         self.status: int | None = None
         self.complete = False
         self.broke = False
-        self._traffic.asked(self._start_s, len(owner.fleet.models[call.model].waiting))
+        self._traffic.asked(self.start_s, len(owner.fleet.models[call.model].waiting))
 
     def first_byte(self) -> None:
-        self._ttft_s = self._owner.now_s - self._start_s
+        self._ttft_s = self._owner.now_s - self.start_s
+
+    def facts(self) -> dict[str, Any]:
+        phase = "answering" if self._ttft_s is not None else "sent" if self.replica is not None else "waiting"
+        return {
+            "model": self._call.model,
+            "path": self._call.path_and_query.partition("?")[0],
+            "phase": phase,
+            "for_s": round(self._owner.now_s - self.start_s, 3),
+        }
 
     def end(self, ok: bool, refused: bool = False) -> None:
         now_s = self._owner.now_s
-        finished = Finished(ok, now_s - self._start_s, self._ttft_s, *self.meter.tokens())
+        finished = Finished(ok, now_s - self.start_s, self._ttft_s, *self.meter.tokens())
         self.trace.end(finished, self.status, refused)
         if refused:
             self._traffic.refused(now_s)
