@@ -11,8 +11,6 @@ import pytest
 from browser import Page, browsing, chromium
 from test_controller_processes import Running
 
-from kvcached.units import MIB
-
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
@@ -131,7 +129,7 @@ async def limits(page: Page) -> None:
     await page.click(button("Limit"))
     await page.type("32MiB")
     await page.press("Enter", 13)
-    await page.until("document.querySelector('#notice').textContent", f"chat: limited to {32 * MIB} bytes")
+    await page.until("document.querySelector('#notice').textContent", "chat: limited to 32 MiB")
     await page.click(button("Limit"))
     await page.press("Escape", 27)
     await page.until("document.querySelector('#question').open", False)

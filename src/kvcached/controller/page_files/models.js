@@ -4,7 +4,7 @@
 import * as api from "./api.js";
 import { ask } from "./ask.js";
 import { byId, isEnabled, make, setEnabled, setText } from "./dom.js";
-import { duration, rate } from "./words.js";
+import { duration, rate, size } from "./words.js";
 
 const KINDS = {
   ready: "good", starting: "busy", waking: "busy", draining: "busy", "going to sleep": "busy", asleep: "still", stopped: "still", failed: "bad",
@@ -115,7 +115,7 @@ class Tile {
     const text = "Most KV memory of each pool of each server, until the server is started again. A limit that is too low makes requests wait.";
     const said = await ask(`Limit the memory of ${this.name}`, text, { Limit: "limit" }, { label: "A size such as 20GiB, or a share of the card such as 40%" });
     if (!said?.text) return;
-    await this.models.act(() => api.limit(this.name, said.text), (answer) => `${this.name}: limited to ${answer.limit_bytes.join(", ")} bytes`);
+    await this.models.act(() => api.limit(this.name, said.text), (answer) => `${this.name}: limited to ${answer.limit_bytes.map(size).join(", ")}`);
   }
 }
 
