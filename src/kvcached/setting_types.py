@@ -14,6 +14,8 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from kvcached.units import format_size, parse_size
 
 INSTANCE_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
+MOST_BYTES: Final = 1 << 60
+"""Records and messages have 64 bits for a number of bytes."""
 _PERCENT: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
 
@@ -43,11 +45,12 @@ class Amount:
 
 
 def _checked_size(value: object) -> int:
-    if isinstance(value, str):
-        return parse_size(value)
-    if isinstance(value, int):
-        return value
-    raise ValueError(f"{value!r} is not a size")
+    size = parse_size(value) if isinstance(value, str) else value
+    if not isinstance(size, int):
+        raise ValueError(f"{value!r} is not a size")  # noqa: TRY004
+    if size > MOST_BYTES:
+        raise ValueError(f"{str(value)[:40]} is more than any card has")
+    return size
 
 
 def _checked_amount(value: object) -> Amount:

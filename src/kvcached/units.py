@@ -22,7 +22,10 @@ def parse_size(text: str) -> int:
     factor = {**_FACTORS, **_FACTORS_LONG}.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise ValueError(f"{text!r} is not a size; write a number with B, K, M, G, T, KiB, MiB, GiB, TiB, KB, MB, GB or TB, such as 512MiB")
-    return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    try:
+        return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    except OverflowError:
+        raise ValueError(f"{text[:40]!r} is more than any card has") from None
 
 
 def format_size(size_bytes: int) -> str:
