@@ -33,6 +33,8 @@ _log = logging.getLogger("kvcached.controller")
 MAX_BODY_BYTES: Final = 256 * 1024 * 1024
 _FURTHER_PATHS: Final = ("/tokenize", "/detokenize", "/rerank", "/v2/rerank", "/score", "/classify", "/pooling", "/generate")
 """Beside `/v1/`. No others: the servers have paths that put them to sleep and change their weights, and those are the owner's."""
+_OF_ENGINES: Final = r"(?!models(?:/|$)).+"
+"""Below `/v1/`: all but the list of models, which is ours and only to be read."""
 _FORM_MODEL: Final = re.compile(rb';[ \t]*name="?model"?\r\n(?:[^\r\n]{1,200}\r\n){0,8}\r\n([^\r\n]{1,200})\r\n')
 """The field of a form. Bounded: a body made of such lines must not stop everybody else."""
 
@@ -60,9 +62,9 @@ class Gateway:
         app.add_routes(
             [
                 web.get("/v1/models", self._models),
-                web.get("/v1/models/{name:.+}", self._model),
+                web.get("/v1/models/{model:.+}", self._model),
                 web.route("*", "/upstream/{name}/{path:.*}", self._to_named),
-                web.post("/v1/{path:.+}", self._to_model),
+                web.post(f"/v1/{{path:{_OF_ENGINES}}}", self._to_model),
                 *(web.post(path, self._to_model) for path in _FURTHER_PATHS),
             ]
         )
@@ -86,7 +88,10 @@ class Gateway:
             return web.Response(status=499)
         except web.HTTPException as error:
             said = ApiError(error.status, error.text or error.reason, error.reason.lower().replace(" ", "_"))
-            return _answer(said, request.path)
+            answer = _answer(said, request.path)
+            if "Allow" in error.headers:
+                answer.headers["Allow"] = error.headers["Allow"]
+            return answer
 
     # ------------------------------------------------------------------ models
 
@@ -96,7 +101,7 @@ class Gateway:
         return web.json_response({"object": "list", "data": [self._card_of(word) for word in names]})
 
     async def _model(self, request: web.Request) -> web.Response:
-        word = request.match_info["name"]
+        word = request.match_info["model"]
         self._resolve(word, request)
         return web.json_response(self._card_of(word))
 

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from kvcached import __version__
 from kvcached.controller.api_errors import ApiError, no_such_model
 from kvcached.controller.backends import BackendFailed
 from kvcached.controller.card_memory import CardMemory
 from kvcached.controller.metrics import exposition
+from kvcached.controller.openapi import description
 from kvcached.controller.placement import Room
 from kvcached.controller.states import AT_REST, Model, State
 from kvcached.controller.traffic import idle_models
@@ -46,6 +48,7 @@ class Management:
 
     def routes(self) -> list[web.RouteDef]:
         return [
+            web.get("/openapi.json", self._description),
             web.get("/health", self._health),
             web.get("/health/{model:.+}", self._health_of),
             web.get("/traffic", self._traffic),
@@ -60,6 +63,9 @@ class Management:
             web.post("/action/wakeup/{model:.+}", self._wake),
             web.post("/action/limit/{model:.+}", self._limit),
         ]
+
+    async def _description(self, request: web.Request) -> web.Response:
+        return web.json_response(description(__version__))
 
     async def _health(self, request: web.Request) -> web.Response:
         """200 while the gateway serves, whatever its models do."""
@@ -217,16 +223,15 @@ def _amount(request: web.Request, name: str) -> Amount:
 
 
 def _count(request: web.Request, name: str, default: int) -> int:
-    text = request.query.get(name, "")
-    if text and not (text.isascii() and text.isdigit() and len(text) < 16):
+    text = request.query.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
         raise ApiError(400, f"`{name}` is a whole number.", "invalid_count", param=name)
-    return int(text) if text else default
+    return int(text)
 
 
 def _seconds(request: web.Request, name: str, default: float) -> float:
-    text = request.query.get(name, "")
     try:
-        value = float(text) if text else default
+        value = float(request.query.get(name, default))
     except ValueError:
         value = -1.0
     if not 0 <= value <= 86_400:
