@@ -8,7 +8,6 @@ import gc
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import socket
 import sys
@@ -18,6 +17,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+from deletion import delete_at_once
 
 from kvcached.card import Card, CardIdentity, Entry, EntrySpec, Kind
 from kvcached.errors import KVCachedError
@@ -281,7 +282,7 @@ class Servant:
         return met
 
     def remove_run_dir(self) -> None:
-        shutil.rmtree(self.plan.run_dir)
+        delete_at_once(self.plan.run_dir)
 
 
 def _name_of_error(call: Callable[[], object]) -> str:

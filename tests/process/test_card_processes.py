@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import socket
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 from card_workers import BUDGET, IDENTITY, TIMEOUT_S, Plan, Worker, start, workers
+from deletion import delete_at_once
 
 from kvcached.card import Card, CardSnapshot, Entry, EntrySpec, Kind, Refusal
 from kvcached.errors import PeerLost, PeerRefused, SettingError
@@ -190,7 +190,7 @@ def test_the_run_directory_may_be_deleted_under_live_processes(run_dir: Path, ob
         assert a.call("lease", 60).granted
         assert b.call("lease", 40).granted
         for _ in range(5):
-            shutil.rmtree(run_dir)
+            delete_at_once(run_dir)
             newcomer = Card.open(run_dir, IDENTITY, budget_bytes=BUDGET)
             entry = enter(newcomer, "newcomer")
             end_s = time.monotonic() + 0.3

@@ -4,7 +4,6 @@
 import fcntl
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from deletion import delete_at_once
 
 from kvcached.card.card import Card
 from kvcached.card.locks import LEDGER_BYTE
@@ -203,7 +203,7 @@ def test_the_run_directory_deleted_under_live_pools(world):
     time.sleep(SETTLED_S)
     first.ask("take", 50)
     second.ask("take", 40)
-    shutil.rmtree(world.run_dir)
+    delete_at_once(world.run_dir)
     wait_until(lambda: len(Card.list_cards(world.run_dir)) == 1 and len(world.snapshot().live) == 2, 5)
     assert world.snapshot().leased_bytes >= 90 * MIB
     assert second.ask("take", 20)["error"] == "PoolExhausted"

@@ -200,6 +200,17 @@ class TestTable:
 
         asyncio.run(run())
 
+    def test_timers_that_tick_while_the_screen_is_taken_down_find_nothing_missing(self, machine: Machine) -> None:
+        machine.add("GPU-0", "chat")
+
+        async def run() -> None:
+            async with shown(machine) as seen:
+                await seen.until_text("chat")
+            for tick in (seen.app.look, seen.app.draw, seen.app._inquire):
+                tick()
+
+        asyncio.run(run())
+
     def test_a_resize_draws_anew(self, machine: Machine) -> None:
         machine.add("GPU-0", "chat")
 

@@ -111,20 +111,17 @@ class TopApp(App[None]):
         self.asked: set[str] = set()  # an order is under way; an inquiry that waits must not keep one from being sent
         self._inquired: set[str] = set()
         self._turn = 0
+        # Kept, not looked for: timers tick on while the screen is taken down.
+        self._title, self._table, self._detail = Lines("title"), Table("table"), Lines("detail")
+        self._graph, self._message, self._keys = Lines("graph"), Lines("message"), Lines("keys")
+        hint = "part of a pool's, model's, card's name or a state; Enter keeps it, Esc drops it"
+        self._filter = Input(id="filter", placeholder=hint, compact=True)
 
     def compose(self) -> ComposeResult:
-        yield Lines("title")
-        yield Table("table")
-        yield Lines("detail")
-        yield Lines("graph")
-        yield Lines("message")
-        yield Input(
-            id="filter", placeholder="part of a pool's, model's, card's name or a state; Enter keeps it, Esc drops it", compact=True
-        )
-        yield Lines("keys")
+        yield from (self._title, self._table, self._detail, self._graph, self._message, self._filter, self._keys)
 
     def on_mount(self) -> None:
-        self.query_one(Table).focus()
+        self._table.focus()
         self.look()
         self.set_interval(1 / self._options.samples_per_s, self.look)
         self.set_interval(1 / self._options.draws_per_s, self.draw)
@@ -148,16 +145,14 @@ class TopApp(App[None]):
         """Bring all lines up to date; those that are as before cost nothing."""
         if not self.is_running or not self.screen_stack:
             return
-        main = self.screen_stack[0]
         width = max(20, self.size.width)
-        table = main.query_one(Table)
-        table.show_table(self._table_lines(width))
-        card, row = find_row(self._sample, table.chosen)
-        main.query_one("#detail", Lines).show(describe(self._sample, card, row, self.verdicts, width))
-        self._draw_graph(main.query_one("#graph", Lines), table, width)
-        main.query_one("#title", Lines).show([self._title_line(width)])
-        main.query_one("#message", Lines).show(self._message_lines(width))
-        main.query_one("#keys", Lines).show([Line(((_KEYS, "dim"),))])
+        self._table.show_table(self._table_lines(width))
+        card, row = find_row(self._sample, self._table.chosen)
+        self._detail.show(describe(self._sample, card, row, self.verdicts, width))
+        self._draw_graph(width)
+        self._title.show([self._title_line(width)])
+        self._message.show(self._message_lines(width))
+        self._keys.show([Line(((_KEYS, "dim"),))])
 
     def _message_lines(self, width: int) -> list[Line]:
         text, style = self.message
@@ -170,11 +165,11 @@ class TopApp(App[None]):
             return [Line(((none_text(self._options.run_dir), "bold"),)), Line(((_START_SOMETHING, ""),))]
         return build(self._sample, replace(self.view, verdicts=self.verdicts), width)
 
-    def _draw_graph(self, lines: Lines, table: Table, width: int) -> None:
+    def _draw_graph(self, width: int) -> None:
+        lines, key = self._graph, self._table.chosen
         height = min(3, max(1, self.size.height // 14))
         if lines.size.height != 4 * height:
             lines.styles.height = 4 * height
-        key = table.chosen
         points = self.history.points(key) if key else ()
         lines.show(graph(points, self.history.count, width, self._per_column, height, of_card=key is not None and len(key) == 1))
 
@@ -213,7 +208,7 @@ class TopApp(App[None]):
         self.push_screen(HelpScreen())
 
     def action_filter(self) -> None:
-        field = self.query_one("#filter", Input)
+        field = self._filter
         field.styles.display = "block"
         field.value = self.view.filter_text
         field.focus()
@@ -236,11 +231,11 @@ class TopApp(App[None]):
         self.draw()
 
     def _close_filter(self) -> None:
-        self.query_one("#filter", Input).styles.display = "none"
-        self.query_one(Table).focus()
+        self._filter.styles.display = "none"
+        self._table.focus()
 
     def _chosen_row(self) -> RankRow | None:
-        return find_row(self._sample, self.query_one(Table).chosen)[1]
+        return find_row(self._sample, self._table.chosen)[1]
 
     def action_ask_amount(self, kind: str) -> None:
         """The first of two steps: how much. The second is the question."""
