@@ -149,6 +149,9 @@ class Settings(BaseModel):
     host_dir: Directory = _setting(None, "KVCACHED_HOST_DIR", "an absolute path")
     """directory of the host card's capacity file; auto: `host` in the run directory"""
 
+    canary: bool = _setting(False, "KVCACHED_CANARY", _BOOL)
+    """for hunting faults: a stamp behind every block in use, looked at after each step"""
+
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
     _warnings: tuple[str, ...] = PrivateAttr(default=())
 

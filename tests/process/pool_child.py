@@ -2,11 +2,14 @@
 """A process with one pool on a host card; obeys one JSON line at a time, so that tests can stop, kill and fork it."""
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
 import sys
 import threading
+
+from churn import churn
 
 import kvcached.runtime.api  # all of it before a change of user: the interpreter may lie where the other user cannot read
 from kvcached.errors import KVCachedError, Misuse
@@ -18,7 +21,8 @@ MIB = 1 << 20
 class Child:
     def __init__(self, options):
         self.card = kvcached.open_card("host:0", **options["card"])
-        self.pool = self.card.open_pool(options["name"], block_bytes=MIB, blocks=options["blocks"], **options.get("pool", {}))
+        self.block_bytes = options.get("block_bytes", MIB)
+        self.pool = self.card.open_pool(options["name"], block_bytes=self.block_bytes, blocks=options["blocks"], **options.get("pool", {}))
         self.ranges = []
 
     def take(self, blocks):
@@ -44,6 +48,16 @@ class Child:
 
     def stats(self):
         return self.pool.stats().model_dump()
+
+    def churn(self, rounds, seed):
+        return churn(self.pool, self.block_bytes, rounds, seed)
+
+    def write_with_a_wrong_stride(self):
+        """Fill the blocks that are held, as a kernel does that takes them for dense."""
+        for first, count in self.ranges:
+            for block in range(first, first + count):
+                ctypes.memset(self.pool.base_address + block * self.block_bytes, 0xAB, self.block_bytes)
+        self.pool.advance(1)
 
     def fork_and_use(self):
         """A forked child must be told that the pool is not its own, whatever lock another thread had; its end must not touch the

@@ -25,7 +25,7 @@ SETTLED_S = 2.3  # a new card file grants only what is unused until then
 
 
 class Process:
-    def __init__(self, world, name, *, blocks=128, prefix=(), pool=None, uid=None, **settings):
+    def __init__(self, world, name, *, blocks=128, block_bytes=MIB, prefix=(), pool=None, uid=None, **settings):
         card = {
             "run_dir": str(world.run_dir),
             "host_dir": str(world.host_dir),
@@ -38,7 +38,7 @@ class Process:
             "large_run_mb": 0,
             **settings,
         }
-        options = json.dumps({"card": card, "name": name, "blocks": blocks, "pool": pool or {}, "uid": uid})
+        options = json.dumps({"card": card, "name": name, "blocks": blocks, "block_bytes": block_bytes, "pool": pool or {}, "uid": uid})
         self.process = subprocess.Popen(
             [*prefix, sys.executable, str(CHILD), options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -48,11 +48,14 @@ class Process:
         self.pid, self.instance = first["pid"], first["instance"]
 
     def ask(self, name, *arguments):
-        self.process.stdin.write(json.dumps([name, arguments]) + "\n")
-        self.process.stdin.flush()
+        self.tell(name, *arguments)
         line = self.process.stdout.readline()
         assert line, self.process.stderr.read()
         return json.loads(line)
+
+    def tell(self, name, *arguments):
+        self.process.stdin.write(json.dumps([name, arguments]) + "\n")
+        self.process.stdin.flush()
 
     def kill(self):
         self.process.kill()

@@ -15,6 +15,9 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from kvcached.config import Settings, load_settings, override
+from kvcached.core.canary import Canary
+from kvcached.errors import Misuse, SettingError
+from kvcached.runtime.canary import HostBytes, WatchedPool, WatcherHere
 from kvcached.runtime.cards import OpenCard, floor_bytes
 from kvcached.runtime.fence import FenceFactory, NothingInFlight
 from kvcached.runtime.owner import Owner
@@ -72,6 +75,7 @@ class ElasticCard:
     ) -> ElasticPool:
         """A pool of `blocks` block ids of `block_bytes` in each of `planes` planes. Only addresses are reserved, no memory.
 
+        With `KVCACHED_CANARY` the stride has room for a stamp behind each block, which counts in `geometry.block_bytes`.
         `limit`, `floor`: bytes, or text such as `512MiB`, or a share of the budget such as `40%`. `fence`: makes the fence behind which
         pages are unmapped; without one the caller vouches that nothing reads a block that it has given back.
         Raises `GeometryError`, `SettingError`, `PeerRefused` (same name alive in this process, floor does not fit).
@@ -79,6 +83,10 @@ class ElasticCard:
         changes = {key: value for key, value in (("limit", limit), ("floor", floor)) if value is not None}
         card = self._card
         settings = override(card.settings, changes) if changes else card.settings
+        if settings.canary and card.device.info.backend != "host":
+            raise SettingError(
+                f"KVCACHED_CANARY=true: pools of a program have a canary on host cards only, and this is {card.device.info.name}"
+            )
         geometry = card.geometry(block_bytes, blocks, planes=planes, can_pad_stride=can_pad_stride)
         instance = settings.instance_name or re.sub(r"[^A-Za-z0-9._-]", "-", f"{name}-{os.getpid()}")[:48]
         mapper = OpenCard(settings, card.device, card.record, card.budget_bytes).open_mapper(
@@ -90,7 +98,8 @@ class ElasticCard:
         )
         with contextlib.ExitStack() as undo:
             undo.callback(mapper.close)
-            owner = Owner(settings, mapper, mapper.facts, instance=instance, name=name)
+            watcher = WatcherHere(Canary(geometry, instance, HostBytes(mapper.base_address))) if settings.canary else None
+            owner = Owner(settings, mapper, mapper.facts, instance=instance, name=name, watcher=watcher)
             owner.start()
             undo.pop_all()
         pool = ElasticPool(owner, mapper.base_address, card)
@@ -135,6 +144,13 @@ class ElasticPool:
     def advance(self, completed_marker: int) -> None:
         """All steps up to this number have finished: what was given behind them may be unmapped."""
         self._pool.advance(completed_marker)
+
+    def check_stamps(self) -> None:
+        """Look at the stamp behind every block in use, as each `advance` does. Raises `InvariantBroken`, which names pool, block, page and
+        what stands there; `Misuse` without `KVCACHED_CANARY`."""
+        if not isinstance(self._pool, WatchedPool):
+            raise Misuse("this pool has no stamps; open its card with canary=True (KVCACHED_CANARY)")
+        self._pool.check_stamps()
 
     def stats(self) -> PoolStatus:
         """Bytes by state, limits and lease, now."""

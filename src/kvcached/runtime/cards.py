@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvcached.card.card import Card
 from kvcached.card.record import CardIdentity, EntrySpec, Kind
+from kvcached.core.canary import guarded_bytes
 from kvcached.core.geometry import BlockGeometry, choose_geometry
 from kvcached.errors import DeviceError, PoolExhausted, SettingError
 from kvcached.ranks.actions import MapFresh
@@ -91,10 +92,10 @@ class OpenCard:
         return cls(settings, device, card, budget_bytes)
 
     def geometry(self, block_bytes: int, blocks: int, *, planes: int = 1, can_pad_stride: bool = True) -> BlockGeometry:
-        """Page and stride for `blocks` blocks of `block_bytes` per plane on this card. Raises `GeometryError`."""
+        """Page and stride for `blocks` blocks of `block_bytes` (and the canary's stamp) per plane on this card. Raises `GeometryError`."""
         floor_mb = self.settings.page_size_mb
         return choose_geometry(
-            block_bytes,
+            guarded_bytes(block_bytes, can_pad_stride=can_pad_stride) if self.settings.canary else block_bytes,
             blocks,
             self.device.info.granularity_bytes,
             planes=planes,

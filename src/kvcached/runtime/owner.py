@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcached.core.limits import Limits
 from kvcached.errors import PeerRefused
+from kvcached.runtime.canary import WatchedPool
 from kvcached.runtime.cards import floor_bytes, limit_bytes
 from kvcached.runtime.control import ControlServer
 from kvcached.runtime.endpoint import endpoint_path, prepare_run_dir
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from kvcached.config import Settings
     from kvcached.ranks.api import MapperPort
     from kvcached.ranks.facts import MapperFacts
+    from kvcached.runtime.canary import Watcher
 
 _log = logging.getLogger("kvcached.owner")
 
@@ -31,7 +34,7 @@ class Owner:
     """Start it with the port of a mapper and what the mapper told; close it to give everything back.
 
     `longest_request_blocks`: blocks of the longest request that the engine accepts, for the floor. `block_tokens`: tokens of a block,
-    for the bound of the prefix cache.
+    for the bound of the prefix cache. `watcher`: the canary, which hears of every block.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Owner:
         name: str,
         block_tokens: int = 1,
         longest_request_blocks: int = 1,
+        watcher: Watcher | None = None,
     ) -> None:
         geometry = facts.geometry
         step_bytes = geometry.release_step_bytes
@@ -53,7 +57,8 @@ class Owner:
         self._peers = Peers(settings.run_dir, facts.page_bytes_by_card, step_bytes, instance)
         self.facts = facts
         self.instance = instance
-        self.pool = Pool(
+        make = Pool if watcher is None else partial(WatchedPool, watcher=watcher, name=instance)
+        self.pool: Pool = make(
             geometry,
             port,
             Limits(limit_bytes(settings, facts.budget_bytes), floor, float(settings.weight)),
