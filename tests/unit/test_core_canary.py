@@ -25,6 +25,7 @@ class Pages:
     def __init__(self) -> None:
         self.data = bytearray(GEOMETRY.range_bytes)
         self.unmapped: set[int] = set()
+        self.sees_holes = True
 
     def _is_mapped(self, offset: int) -> bool:
         return offset // GEOMETRY.page_bytes not in self.unmapped
@@ -139,6 +140,32 @@ def test_what_rests_is_left_alone_until_it_is_woken(canary: Canary, memory: Page
     canary.check()
     with broken("block 5 of generation 7"):
         canary.obey([Note(Word.WOKEN, (5,))])
+
+
+@pytest.mark.parametrize("plane", range(PLANES))
+def test_data_that_changed_while_nobody_used_it_is_named(canary: Canary, memory: Pages, plane: int) -> None:
+    memory.data[place_of(5, plane) - 1024] = 7
+    canary.obey([Note(Word.RESTING, (4, 5))])
+    canary.obey([Note(Word.WOKEN, (4, 5))])
+    memory.data[place_of(5, plane) - 1] = 7
+    canary.obey([Note(Word.RESTING, (4, 5))])
+    memory.data[place_of(5, plane) - 512] = 7
+    canary.obey([Note(Word.WOKEN, (4,))])
+    with broken("block 5 of generation 7, page 1, plane 0: its data changed while it was cached and nobody used it"):
+        canary.obey([Note(Word.WOKEN, (5,))])
+
+
+def test_a_checksum_does_not_outlive_its_block(canary: Canary, memory: Pages) -> None:
+    canary.obey([Note(Word.RESTING, (5,)), Note(Word.GIVEN, (5,)), Note(Word.TAKEN, (5,), 8)])
+    memory.data[place_of(5) - 1] = 7
+    canary.obey([Note(Word.RESTING, (5,)), Note(Word.WOKEN, (5,))])
+
+
+def test_memory_that_cannot_be_asked_for_is_left_alone_at_rest(canary: Canary, memory: Pages) -> None:
+    memory.sees_holes = False
+    canary.obey([Note(Word.RESTING, (5,))])
+    memory.data[place_of(5) - 1] = 7
+    canary.obey([Note(Word.WOKEN, (5,))])
 
 
 def test_a_block_is_looked_at_after_it_was_woken(canary: Canary, memory: Pages) -> None:

@@ -114,25 +114,52 @@ def test_a_ledger_that_hands_a_block_out_twice_is_found(pool: kvcached.ElasticPo
         pool.take(1)
 
 
-def test_every_way_to_take_and_give_is_watched(pool: kvcached.ElasticPool) -> None:
-    inner = watched(pool)
-    inner.take_ids([3, 5]) if inner.grow(1) else None
-    ranges, sets = inner.take_sets(150)
-    pool.check_stamps()
-    assert checks(pool) == 152
-    inner.give_cached([3], -1, 1)
-    pool.check_stamps()
-    assert checks(pool) == 152 + 1 + 151
-    inner.touch([3])
-    inner.give_cached([3, 5], -1, 2)
-    inner.evict([5])
-    inner.free_pages(512)  # evicts the other
-    inner.give(ranges)
-    inner.give_sets(sets)
+def looked_at(pool: kvcached.ElasticPool) -> int:
+    """How many blocks a step looks at."""
     before = checks(pool)
-    pool.check_stamps()
-    assert checks(pool) == before
-    assert sum(count for _, count in inner.take(160)) == 160
+    pool.advance(1)
+    return checks(pool) - before
+
+
+def test_ids_that_are_taken_cached_touched_and_evicted_are_watched(pool: kvcached.ElasticPool) -> None:
+    inner = watched(pool)
+    inner.grow(8)
+    inner.take_ids([3, 5, 6])
+    assert looked_at(pool) == 3
+    inner.give_cached([3, 5, 6], -1, 1)
+    assert looked_at(pool) == 0
+    inner.touch([3])
+    assert looked_at(pool) == 1
+    inner.evict([5])
+    inner.take_ids([5])
+    assert looked_at(pool) == 2
+    inner.give([(3, 1), (5, 1)])
+    inner.free_pages(512)  # evicts the last one, whose page holds nothing else
+    inner.take_ids([6])
+    assert looked_at(pool) == 1
+
+
+def test_a_write_into_a_cached_block_is_named(pool: kvcached.ElasticPool) -> None:
+    inner = watched(pool)
+    ((block, _),) = pool.take(1)
+    inner.give_cached([block], -1, 1)
+    ctypes.memset(data_of(pool, block) + BLOCK // 2, 7, 1)
+    pool.advance(1)
+    with broken(f"block {block} of generation 1, page 0: its data changed while it was cached"):
+        inner.touch([block])
+
+
+def test_sets_are_watched(pool: kvcached.ElasticPool) -> None:
+    inner = watched(pool)
+    ids = [block for first, count in inner.take(200) for block in range(first, first + count)]
+    inner.give([(block, 1) for block in ids[::2]])
+    ranges, sets = inner.take_sets(60)
+    assert sets
+    assert looked_at(pool) == 160
+    inner.give_sets(sets)
+    inner.give(ranges)
+    assert looked_at(pool) == 100
+    inner.take_ids(ids[::2])
 
 
 def test_cached_blocks_may_go_and_come_back_with_new_stamps(pool: kvcached.ElasticPool) -> None:

@@ -4,12 +4,13 @@
 The last `GUARD_BYTES` of each block, in every plane, belong to the stamp: the geometry is chosen for blocks so much larger, and whoever
 writes the block's data never writes there. The owner decides what is stamped (`Watch`, which makes notes); where the memory is, a
 `Canary` writes the stamps and reads them again. A stamp that is not what was written means a stray write, a page that was lost or mapped
-anew, or memory that two blocks have at once.
+anew, or memory that two blocks have at once. Cached blocks, which nobody may write, are known by a checksum of their data besides.
 """
 
 from __future__ import annotations
 
 import struct
+import zlib
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Final, Protocol
@@ -60,10 +61,13 @@ class Note:
 
 
 class Bytes(Protocol):
-    """Memory by offset from the beginning of an arena."""
+    """Memory by offset from the beginning of an arena. `sees_holes`: whether what is not mapped can be asked for."""
+
+    @property
+    def sees_holes(self) -> bool: ...
 
     def read(self, offsets: Sequence[int], size_bytes: int) -> list[bytes | None]:
-        """`size_bytes` from each offset; None where nothing is mapped."""
+        """`size_bytes` from each offset; None where nothing is mapped, or a fault."""
 
     def write(self, offsets: Sequence[int], pieces: Sequence[bytes]) -> list[int]:
         """Write each piece, all of one size. The offsets where nothing is mapped."""
@@ -109,6 +113,7 @@ class Canary:
         self._memory = memory
         self._awake: dict[int, int] = {}
         self._resting: dict[int, int] = {}
+        self._sums: dict[int, int] = {}
         self.checks = 0
 
     def obey(self, notes: Iterable[Note], *, looks_back: bool = True) -> None:
@@ -124,11 +129,31 @@ class Canary:
 
     def _move(self, note: Note) -> None:
         for block in note.blocks:
+            known = self._sums.pop(block, None)
             generation = self._awake.pop(block, None) or self._resting.pop(block, None)
             if generation is not None and note.word is not Word.GIVEN:
                 (self._resting if note.word is Word.RESTING else self._awake)[block] = generation
+                self._compare_data(block, known, note.word)
         if note.word is Word.WOKEN:
             self.check(note.blocks)
+
+    def _compare_data(self, block: int, known: int | None, word: Word) -> None:
+        """Where it can be asked for: the page of a block that came to rest some time ago may be gone, and then nobody will wake it."""
+        if not self._memory.sees_holes:
+            return
+        found = self._sum_of(block)
+        if word is Word.RESTING and found is not None:
+            self._sums[block] = found
+        if word is Word.WOKEN and known is not None and found != known:
+            place = self._place(block, 0, self._awake[block])
+            raise InvariantBroken(f"canary: {place}: its data changed while it was cached and nobody used it")
+
+    def _sum_of(self, block: int) -> int | None:
+        """Of the block's data in all planes; None where some of it is not mapped."""
+        size_bytes = self._geometry.block_bytes - GUARD_BYTES
+        begins = [self._offset(block, plane) - size_bytes for plane in range(self._geometry.planes)]
+        found = [data for data in self._memory.read(begins, size_bytes) if data is not None]
+        return zlib.crc32(b"".join(found)) if len(found) == len(begins) else None
 
     def check(self, blocks: Collection[int] | None = None) -> None:
         """Look at the stamps of these blocks, or of all that are in use. Raises `InvariantBroken` for the first that does not stand."""
@@ -148,7 +173,6 @@ class Canary:
                 block = blocks[offsets.index(missing[0])]
                 raise InvariantBroken(f"canary: {self._place(block, plane, generation)}: handed out, and nothing is mapped there")
         for block in blocks:
-            self._resting.pop(block, None)
             self._awake[block] = generation
 
     def _offset(self, block: int, plane: int) -> int:

@@ -160,6 +160,8 @@ class _Piece(ctypes.Structure):
 class HostBytes:
     """This process's own memory, from `base_address` on. What is not mapped is no fault here, since the system does the copying."""
 
+    sees_holes = True
+
     def __init__(self, base_address: int) -> None:
         library = ctypes.CDLL(None, use_errno=True)
         self._base_address = base_address
