@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
+from kvcached.config import load_settings
 from kvcached.engines.sglang.seams import FIRST, LAST, SEAMS, Kind, seams_of
-from kvcached.engines.sglang.support import release_of, require_features, require_release
+from kvcached.engines.sglang.support import release_of, require_features, require_release, require_settings
 from kvcached.errors import EngineNotSupported
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 RELEASES = [(0, 5, patch) for patch in range(FIRST[2], LAST[2] + 1)]
 
@@ -65,3 +70,11 @@ def test_usual_arguments_are_taken() -> None:
 def test_what_cannot_be_elastic_is_named(name: str, value: object) -> None:
     with pytest.raises(EngineNotSupported, match=f"{name}={value}"):
         require_features(SimpleNamespace(**{name: value}))
+
+
+def test_a_canary_that_would_see_nothing_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.toml"
+    empty.touch()
+    require_settings(load_settings({}, empty))
+    with pytest.raises(EngineNotSupported, match="unset KVCACHED_CANARY"):
+        require_settings(load_settings({"KVCACHED_CANARY": "true"}, empty))

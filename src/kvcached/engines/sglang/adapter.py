@@ -17,7 +17,7 @@ from kvcached.engines.sglang.install import install_seams, is_installed
 from kvcached.engines.sglang.memory import EngineMemory, TokenMemory
 from kvcached.engines.sglang.seams import seams_of
 from kvcached.engines.sglang.states import STATES_OF_A_REQUEST, StateMemory, states_of
-from kvcached.engines.sglang.support import require_features, require_pool, require_release, require_states
+from kvcached.engines.sglang.support import require_features, require_pool, require_release, require_settings, require_states
 from kvcached.engines.sglang.watch import SchedulerWatch
 from kvcached.engines.sglang.zeros import ZerosFromArena
 from kvcached.errors import EngineNotSupported, PeerLost
@@ -79,6 +79,7 @@ class Adapter:
             raise EngineNotSupported("SGLang sizes its KV pools outside a scheduler")
         if self._memory is None:
             settings = load_settings()
+            require_settings(settings)
             device = torch.device(holder.device)
             if device.type == "cuda" and device.index is None:
                 device = torch.device("cuda", torch.cuda.current_device())

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvcached.engines.sglang.seams import FIRST, LAST, Version
 from kvcached.errors import EngineNotSupported
+
+if TYPE_CHECKING:
+    from kvcached.config import Settings
 
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 _OFF: Final = "; unset ENABLE_KVCACHED to run without elastic memory"
@@ -61,6 +64,14 @@ def require_features(server_args: Any) -> None:
         value = getattr(server_args, name, allowed)
         if value != allowed and value is not None:
             raise EngineNotSupported(f"{name}={value} cannot be elastic in this release: {reason}{_OFF}")
+
+
+def require_settings(settings: Settings) -> None:
+    """Raises `EngineNotSupported` for a setting that has no meaning here."""
+    if settings.canary:
+        raise EngineNotSupported(
+            "KVCACHED_CANARY is for vLLM and for pools of a program: on SGLang no stamps are written; unset KVCACHED_CANARY"
+        )
 
 
 def require_pool(kv_pool: Any) -> None:
