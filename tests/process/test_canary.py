@@ -59,8 +59,9 @@ class Disturber:
             return False
 
 
+@pytest.mark.timeout(900)
 def test_no_byte_is_wrong_while_processes_take_memory_from_each_other(world, is_full):
-    rounds = 20_000 if is_full else 250
+    rounds = 4_000 if is_full else 150
     lasting = [start(world, "first"), start(world, "second", zero_backing="used")]
     disturber = Disturber(world, lasting, seed=1)
     with ThreadPoolExecutor(2) as threads:
