@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import random
 from collections import Counter
@@ -85,11 +86,13 @@ class Churn:
         self.pool.advance(number)
 
 
-def churn(pool, block_bytes, rounds, seed):
-    """How often each thing happened; `wrong_bytes` of all that were compared."""
+def churn(pool, block_bytes, rounds, seed, until=()):
+    """How often each thing happened; `wrong_bytes` of all that were compared. Goes on after `rounds` until each of `until` has happened."""
     state = Churn(pool, block_bytes, seed)
-    for number in range(1, rounds + 1):
+    for number in itertools.count(1):
         state.round(number)
+        if number >= rounds and all(state.counts[name] for name in until):
+            break
     state.leave(list(state.owned), keep=False)
     with pool._pool.lock:
         pool._pool.evict(list(state.cached))

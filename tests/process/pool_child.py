@@ -49,8 +49,8 @@ class Child:
     def stats(self):
         return self.pool.stats().model_dump()
 
-    def churn(self, rounds, seed):
-        return churn(self.pool, self.block_bytes, rounds, seed)
+    def churn(self, rounds, seed, until=()):
+        return churn(self.pool, self.block_bytes, rounds, seed, until)
 
     def write_with_a_wrong_stride(self):
         """Fill the blocks that are held, as a kernel does that takes them for dense."""

@@ -11,6 +11,7 @@ from kvcached.errors import PeerError
 
 BLOCK = 48 * 1024  # tiles no page with its stamp: some ids straddle
 BUDGET = 24 * MIB
+TO_BE_SEEN = ("taken", "misses", "touched", "evicted")  # by each of the processes, however busy the machine is
 
 
 @pytest.fixture
@@ -61,19 +62,17 @@ class Disturber:
 
 @pytest.mark.timeout(900)
 def test_no_byte_is_wrong_while_processes_take_memory_from_each_other(world, is_full):
-    rounds = 4_000 if is_full else 150
+    rounds = 4_000 if is_full else 80
     lasting = [start(world, "first"), start(world, "second", zero_backing="used")]
     disturber = Disturber(world, lasting, seed=1)
     with ThreadPoolExecutor(2) as threads:
-        answers = [threads.submit(process.ask, "churn", rounds, seed) for seed, process in enumerate(lasting)]
-        while not all(answer.done() for answer in answers) or disturber.kills < 2:
+        answers = [threads.submit(process.ask, "churn", rounds, seed, TO_BE_SEEN) for seed, process in enumerate(lasting)]
+        while not all(answer.done() for answer in answers) or disturber.kills < 2 or not disturber.limits:
             disturber.disturb()
     for answer in answers:
         counts = answer.result()
         assert counts.get("wrong_bytes") == 0, counts
-        assert min(counts[name] for name in ("taken", "misses", "touched", "evicted")) > 0, counts
         assert counts["checks"] > counts["taken"]
-    assert disturber.limits > 0
     wait_until(lambda: world.snapshot().leased_bytes <= BUDGET)
 
 
