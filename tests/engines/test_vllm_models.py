@@ -119,3 +119,9 @@ def test_what_cannot_run_is_what_the_unhooked_engine_cannot_run(version: str, ca
     with pytest.raises(AssertionError, match="vLLM") as refusal:
         batches(version, cases, False)[case.name]
     assert said in str(refusal.value)
+
+
+@each_cell
+def test_where_tokens_cannot_tell_a_canary_has_watched_the_blocks(cell: Cell, elastic: Batch) -> None:
+    read = elastic[cell.case.name]["stamps_read"]
+    assert read > 10_000 if cell.is_watched else read == 0

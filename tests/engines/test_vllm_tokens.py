@@ -80,6 +80,23 @@ def test_without_a_cache_only_the_null_page_stays(name: str, elastic: Batch) -> 
     assert elastic[name]["settled"]["held_pages"] == 1
 
 
+@newest_release
+def test_a_canary_finds_nothing_wrong_under_pressure(elastic: Batch) -> None:
+    assert elastic["tight canary"]["stamps_read"] > 10_000
+    assert elastic["tight"]["stamps_read"] == 0
+
+
+@newest_release
+def test_a_stray_write_is_found_at_the_next_step_and_named(elastic: Batch) -> None:
+    result = elastic["stray write"]
+    assert [len(tokens) for tokens in result["before"]] == [4, 4]
+    assert result["reads_alike"]
+    assert "canary: pool " in result["said"]
+    assert (
+        "block 0 of generation 1, page 0: 3 of 256 bytes were overwritten, from byte 0 behind the data on stands ab ab ab" in result["said"]
+    )
+
+
 @each_release
 def test_the_cache_is_used(elastic: Batch) -> None:
     assert elastic["cached"]["hits"] > 5_000
@@ -100,8 +117,9 @@ def test_one_line_at_the_start_says_what_is_in_place(version: str, elastic: Batc
     for case, line in zip(cases, lines, strict=False):
         scheduler = "ElasticAsyncScheduler" if case.async_scheduling else "ElasticScheduler"
         layout = "per layer" if case.name == "per layer" else "interleaved"
-        assert f"worker ElasticCPUWorker, scheduler {scheduler}, layout {layout}, page 2 MiB" in line or case.name == "per layer"
-        assert f"layout {layout}" in line
+        page = "" if case.name in ("per layer", "tight canary") else ", page 2 MiB"
+        assert f"worker ElasticCPUWorker, scheduler {scheduler}, layout {layout}{page}" in line
+        assert ("canary: the last 256 bytes" in line) == ("canary" in case.name)
 
 
 @each_release

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvcached.config import INSTANCE_PATTERN, load_settings
+from kvcached.core.canary import Note, Word
 from kvcached.engines.vllm.chain import class_over, is_ours, name_over
 from kvcached.engines.vllm.identity import Identity, instances_of, note_cores
 from kvcached.engines.vllm.steps import Steps
@@ -184,9 +185,12 @@ def test_a_step_is_known_again_by_the_number_on_its_output():
 def test_what_a_step_has_to_map_survives_the_way_to_other_processes():
     steps, output = Steps(), SimpleNamespace()
     steps.begin()
-    steps.stamp(output, ((1, "map"), (2, "unmap")))
+    notes = (Note(Word.TAKEN, (1, 2), 3),)
+    steps.stamp(output, ((1, "map"), (2, "unmap")), notes)
     arrived = pickle.loads(pickle.dumps(output))
     assert Steps.operations_of(arrived) == ((1, "map"), (2, "unmap"))
     assert Steps.number_of(arrived) == 1
     assert Steps.operations_of(SimpleNamespace()) == ()
+    assert Steps.notes_of(arrived) == notes
+    assert Steps.notes_of(SimpleNamespace()) == ()
     assert steps.next_use() < steps.next_use()

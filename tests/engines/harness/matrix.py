@@ -29,6 +29,7 @@ MORE_TOKENS = (
     Case("async", settings=SMALL_PAGES, async_scheduling=True),
     Case("tight", settings=TIGHT),
     Case("capped cache", settings=SMALL_PAGES | {"KVCACHED_MAX_CACHED_TOKENS": "2048"}),
+    Case("tight canary", settings=TIGHT | {"KVCACHED_CANARY": "true"}, async_scheduling=True),
     Case("zero backing", settings=SMALL_PAGES | {"KVCACHED_ZERO_BACKING": "used"}, async_scheduling=True),
 )
 MEMORY = (
@@ -37,6 +38,7 @@ MEMORY = (
 )
 MORE_MEMORY = (
     Case("idle limit", "idle_limit", settings=SMALL_PAGES, prompts=48),
+    Case("stray write", "stray_write", settings=SMALL_PAGES | {"KVCACHED_CANARY": "true"}),
     Case("virtual", settings=SMALL_PAGES | {"KVCACHED_VIRTUAL": "48GiB"}, prompts=8),
     Case("real model", **REAL_MODEL),
 )
@@ -73,7 +75,7 @@ RANKS_KILLED = (
         "both",
         "core_killed",
         options=TENSOR | PIPELINE,
-        settings=WORKERS | {"KVCACHED_HOST_GRANULARITY": "128KiB", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        settings=WORKERS | {"KVCACHED_HOST_GRANULARITY": "128KiB", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "KVCACHED_CANARY": "true"},
         prompts=24,
     ),
 )

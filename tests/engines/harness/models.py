@@ -6,7 +6,7 @@ A cell that the unhooked engine cannot run is in the matrix too, with the reason
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ GRANULES = {"KVCACHED_HOST_GRANULARITY": "64KiB"}
 ROOMY = GRANULES | {"KVCACHED_VIRTUAL": "512MiB"}
 TIGHT = GRANULES | NO_RESERVE | {"KVCACHED_VIRTUAL": "96MiB"}
 PER_LAYER = {"KVCACHED_CONTIGUOUS_LAYOUT": "false"}
+CANARY = {"KVCACHED_CANARY": "true"}
 BFLOAT16 = {"dtype": "bfloat16"}
 CACHES = ("cached", "uncached")
 BOTH = "cached uncached"
@@ -124,11 +125,18 @@ class Cell:
 
     @property
     def case(self) -> Case:
-        return elastic_case(BY_NAME[self.model], self.cache, self.room, self.layout)
+        case = elastic_case(BY_NAME[self.model], self.cache, self.room, self.layout)
+        return replace(case, settings=case.settings | CANARY) if self.is_watched else case
 
     @property
     def stock(self) -> Case:
         return stock_case(BY_NAME[self.model], self.cache)
+
+    @property
+    def is_watched(self) -> bool:
+        """Where pressure changes the batches, and with them tokens, a canary says that memory is right all the same. Blocks that lie side
+        by side without a gap have no room for it."""
+        return not self.is_exact and self.layout == "auto" and BY_NAME[self.model].interleaves(self.version)
 
     @property
     def is_exact(self) -> bool:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.cases import load_prompts
+from kvcached.core.canary import GUARD_BYTES
+from kvcached.errors import InvariantBroken
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +56,16 @@ class Engine:
             "step_bytes": step,
             "shared_bytes": shared_bytes(),
         }
+
+    @property
+    def worker_memory(self) -> Any:
+        """Of the worker in this process."""
+        return self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.kvcached_memory
+
+    def stamps_read(self) -> int:
+        """How often the canary looked at the stamp of a block; 0 without a canary."""
+        canary = self.worker_memory._canary
+        return 0 if canary is None else int(canary.checks)
 
     def wait_for(self, condition: Callable[[dict[str, int]], bool]) -> dict[str, int]:
         """Look until the condition holds or the time is over; the last look."""
@@ -121,6 +133,7 @@ def generate(engine: Engine) -> dict[str, Any]:
         result |= {
             "settled": settled,
             "counted": engine.memory.pool.tally.preemptions,
+            "stamps_read": engine.stamps_read(),
             "shared_before": before,
             "shared_after": shared_bytes(),
         }
@@ -169,6 +182,25 @@ def hopeless(engine: Engine) -> dict[str, Any]:
         "short": [list(answers[0].token_ids), list(answers[2].token_ids), list(after[0].token_ids)],
         "look": engine.wait_for(lambda look: look["owned_blocks"] <= 1),
     }
+
+
+def stray_write(engine: Engine) -> dict[str, Any]:
+    """Between two steps somebody writes a few bytes too many behind the null block, which is always in use."""
+    from kvcached.engines.canary import TorchBytes
+    from kvcached.engines.vllm.placement import Allocation
+
+    prompts = load_prompts()[:2]
+    before = engine.tokens(prompts, 4)
+    geometry, memory = engine.memory.pool.geometry, engine.worker_memory
+    place = geometry.block_bytes - GUARD_BYTES
+    by_torch = TorchBytes(memory._tensor(memory._mapper, Allocation(geometry.range_bytes, 0)))
+    stamps = [by_torch.read([place], GUARD_BYTES), memory._canary._memory.read([place], GUARD_BYTES)]
+    by_torch.write([place + 1, place], [b"\xab\xab", b"\xab\xab"])
+    try:
+        said = f"no error: {engine.tokens(prompts, 4)}"
+    except InvariantBroken as error:
+        said = str(error)
+    return {"before": before, "said": said, "reads_alike": stamps[0] == stamps[1] != [None]}
 
 
 def idle_limit(engine: Engine) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class ElasticScheduler(_Scheduler):
             self.kvcached.begin_step()
             output = super().schedule(*args, **kwargs)
             self.kvcached.note_preemptions(output)
-            self.kvcached.steps.stamp(output, self.kvcached.step_operations())
+            self.kvcached.steps.stamp(output, self.kvcached.step_operations(), self.kvcached.step_notes())
             return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

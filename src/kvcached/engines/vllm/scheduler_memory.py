@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from kvcached.core.canary import GUARD_BYTES
 from kvcached.engines.vllm.block_pool import ElasticBlockPool
 from kvcached.engines.vllm.cache_manager import ElasticKVCacheManager
 from kvcached.engines.vllm.chain import is_ours
@@ -14,12 +15,14 @@ from kvcached.engines.vllm.identity import Identity
 from kvcached.engines.vllm.steps import Steps
 from kvcached.errors import EngineNotSupported
 from kvcached.ranks.group import RankGroup
+from kvcached.runtime.canary import WatcherAfar
 from kvcached.runtime.cards import rank_socket
 from kvcached.runtime.owner import Owner
 from kvcached.units import ceil_div, format_size
 
 if TYPE_CHECKING:
     from kvcached.config import Settings
+    from kvcached.core.canary import Note
     from kvcached.ranks.api import MapperPort
     from kvcached.ranks.facts import MapperFacts
     from kvcached.ranks.operations import Op
@@ -42,7 +45,8 @@ class SchedulerMemory:
         self._paused = False
         port, facts = _connect(settings, config)
         self._group = port if isinstance(port, RankGroup) else None
-        self._owner = _start_owner(settings, scheduler, port, facts)
+        self._watcher = WatcherAfar() if settings.canary else None
+        self._owner = _start_owner(settings, scheduler, port, facts, self._watcher)
         self.pool = self._owner.pool
         with self.pool.lock:
             ElasticBlockPool.adopt(scheduler.kv_cache_manager.block_pool, self.pool, self.steps)
@@ -63,6 +67,7 @@ class SchedulerMemory:
             f"on, worker Elastic{worker}, scheduler {self._scheduler}, layout {'interleaved' if geometry.planes == 1 else 'per layer'}, "
             f"page {format_size(geometry.page_bytes)}, release step {format_size(geometry.release_step_bytes)}, "
             f"range {format_size(geometry.range_bytes)}, limit {format_size(self.pool.limits.limit_bytes)}, instance {self._owner.instance}"
+            f"{'' if self._watcher is None else f', canary: the last {GUARD_BYTES} bytes of each block are a stamp'}"
         )
 
     def require_working(self) -> None:
@@ -81,6 +86,10 @@ class SchedulerMemory:
     def step_operations(self) -> tuple[Op, ...]:
         """What every worker has to map before the step that was just made. A worker in this process has mapped it already."""
         return () if self._group is None else self._group.step_ops()
+
+    def step_notes(self) -> tuple[Note, ...]:
+        """What the workers' canary is told with the step that was just made."""
+        return () if self._watcher is None else self._watcher.notes()
 
     def finish_step(self, scheduler_output: Any) -> None:
         """The step's tokens are on the host: it has finished, and all before it."""
@@ -118,7 +127,7 @@ def end_with_error(scheduler: Any, outputs: Any, request_id: str, reason: str) -
     outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(answer)
 
 
-def _start_owner(settings: Settings, scheduler: Any, port: MapperPort, facts: MapperFacts) -> Owner:
+def _start_owner(settings: Settings, scheduler: Any, port: MapperPort, facts: MapperFacts, watcher: WatcherAfar | None) -> Owner:
     config = scheduler.vllm_config
     identity = Identity.of(settings, config)
     groups = scheduler.kv_cache_config.kv_cache_groups
@@ -131,6 +140,7 @@ def _start_owner(settings: Settings, scheduler: Any, port: MapperPort, facts: Ma
         name=identity.name,
         block_tokens=scheduler.block_size,
         longest_request_blocks=sum(ceil_div(length, group.kv_cache_spec.block_size) for group in groups),
+        watcher=watcher,
     )
     local = getattr(config, "kvcached_mapper", None)
     if local is not None:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 _NUMBER: Final = "kvcached_step"
 _OPERATIONS: Final = "kvcached_operations"
+_NOTES: Final = "kvcached_notes"
 
 
 @dataclass(slots=True)
@@ -23,11 +24,13 @@ class Steps:
     def begin(self) -> None:
         self.scheduled += 1
 
-    def stamp(self, scheduler_output: Any, operations: tuple[Any, ...] = ()) -> None:
-        """Number the step, and send what every worker has to map or unmap before it runs."""
+    def stamp(self, scheduler_output: Any, operations: tuple[Any, ...] = (), notes: tuple[Any, ...] = ()) -> None:
+        """Number the step, and send what every worker has to map or unmap before it runs, and what its canary is told."""
         setattr(scheduler_output, _NUMBER, self.scheduled)
         if operations:
             setattr(scheduler_output, _OPERATIONS, operations)
+        if notes:
+            setattr(scheduler_output, _NOTES, notes)
 
     @staticmethod
     def number_of(scheduler_output: Any) -> int:
@@ -39,6 +42,12 @@ class Steps:
         """What `stamp` sent; nothing on an output that was made by someone else (warm-up, dummy steps)."""
         operations: tuple[Any, ...] = getattr(scheduler_output, _OPERATIONS, ())
         return operations
+
+    @staticmethod
+    def notes_of(scheduler_output: Any) -> tuple[Any, ...]:
+        """The notes that `stamp` sent."""
+        notes: tuple[Any, ...] = getattr(scheduler_output, _NOTES, ())
+        return notes
 
     def next_use(self) -> int:
         """A number that grows with each use of cached blocks."""

@@ -91,7 +91,7 @@ class ElasticWorker(_Worker):
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         with self._memory.occupancy:
-            self._memory.apply(Steps.operations_of(scheduler_output))
+            self._memory.apply(Steps.operations_of(scheduler_output), Steps.notes_of(scheduler_output))
             output = super().execute_model(scheduler_output, *args, **kwargs)
             self.kvcached_step = Steps.number_of(scheduler_output)
             if output is not None or self._ends_without_sampling:  # else the step goes on with sample_tokens

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 
+from kvcached.core.canary import Canary, guarded_bytes
 from kvcached.core.stages import Stage
+from kvcached.engines.canary import bytes_of
 from kvcached.engines.fence import fences_of
 from kvcached.engines.vllm.agreement import Seat, agree, exchange, meeting_place
 from kvcached.engines.vllm.greeting import greeting
@@ -17,7 +19,7 @@ from kvcached.engines.vllm.leaving import Exit
 from kvcached.engines.vllm.occupancy import Occupancy
 from kvcached.engines.vllm.other_memory import OtherMemory
 from kvcached.engines.vllm.placement import Allocation, measure, place
-from kvcached.errors import EngineNotSupported
+from kvcached.errors import EngineNotSupported, GeometryError
 from kvcached.ranks.frames import hello_of_rank
 from kvcached.ranks.server import RankServer
 from kvcached.runtime.cards import OpenCard, rank_socket
@@ -27,6 +29,7 @@ from kvcached.views.dlpack import DeviceType, DLPackView
 
 if TYPE_CHECKING:
     from kvcached.config import Settings
+    from kvcached.core.canary import Note
     from kvcached.core.geometry import BlockGeometry
     from kvcached.engines.vllm.layouts import LayoutChoice
     from kvcached.ranks.operations import Op
@@ -72,6 +75,7 @@ class WorkerMemory:
         self._mapper: Mapper | RankMemory | None = None
         self._server: RankServer | None = None
         self._local: LocalMapper | None = None
+        self._canary: Canary | None = None
         self._closed = False
 
     @property
@@ -96,6 +100,9 @@ class WorkerMemory:
         geometry = agree(seat, exchange(seat, ranks), ranks)
         allocations = place(kv_cache_config, geometry)
         self._mapper = self._open(geometry, _pages_of(first_blocks, geometry))
+        if self._settings.canary:
+            name = self._identity.instance if ranks == 1 else f"{self._identity.instance}, rank {self._rank}"
+            self._canary = Canary(geometry, name, bytes_of(self._tensor(self._mapper, Allocation(geometry.range_bytes, 0))))
         return ZerosFromArena([self._tensor(self._mapper, allocation) for allocation in allocations])
 
     def _seat(self, kv_cache_config: Any, layout: LayoutChoice) -> Seat:
@@ -103,8 +110,11 @@ class WorkerMemory:
         stage, problem = None, ""
         try:
             need = measure(kv_cache_config, interleaved=layout.interleaved)
-            stage = Stage(need.block_bytes, self._card.device.info.granularity_bytes, need.planes, need.can_pad_stride)
-        except EngineNotSupported as error:
+            block_bytes = need.block_bytes
+            if self._settings.canary:
+                block_bytes = guarded_bytes(block_bytes, can_pad_stride=need.can_pad_stride)
+            stage = Stage(block_bytes, self._card.device.info.granularity_bytes, need.planes, need.can_pad_stride)
+        except (EngineNotSupported, GeometryError) as error:
             problem = "; ".join(filter(None, (str(error), layout.because)))
         return Seat(
             self._identity.instance,
@@ -146,10 +156,12 @@ class WorkerMemory:
         )
         return torch.from_dlpack(view)
 
-    def apply(self, operations: tuple[Op, ...]) -> None:
-        """What the scheduler decided for the step that is about to run."""
+    def apply(self, operations: tuple[Op, ...], notes: tuple[Note, ...] = ()) -> None:
+        """What the scheduler decided for the step that is about to run. Raises `InvariantBroken` when a stamp does not stand."""
         if self._server is not None:
             self._server.apply_step_ops(operations)
+        if self._canary is not None:
+            self._canary.obey(notes, looks_back=False)  # what was given back was looked at after its last step, and may be gone
 
     def _owner_lost(self) -> None:
         """Without a scheduler no step will come."""
@@ -159,8 +171,11 @@ class WorkerMemory:
         """All work of this step is on the device's streams, so the mapper's fence covers it.
 
         A scheduler in this process hears of it here: in an engine that runs inside the user's own loop, nobody processes the last step
-        in flight until there is a next request.
+        in flight until there is a next request. Raises `InvariantBroken` when a stamp does not stand: before the step counts as done, so
+        that the pages of all that it used are still there.
         """
+        if self._canary is not None:
+            self._canary.check()
         self._gate.submitted(step)
         if self._local is not None and self._local.owner is not None:
             self._local.owner.pool.advance(step)
