@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the environment in which the real engines run on the CPU: one virtual environment, several vLLM releases beside it.
 
-Usage: python3.11 scripts/setup_engines.py [--versions 0.28.0 0.30.0 0.32.0] [--only-demo]
+Usage: python3.11 scripts/setup_engines.py [--versions 0.28.0 0.30.0 0.32.0] [--only-demo | --with-gemma]
 
 One environment (`.venv-engines`) holds torch and what every release needs; each release lies unpacked in `.cache/engines/vllm-X` and is
 chosen by putting that folder first on PYTHONPATH; Ray lies in `.cache/ray` and is put last. A second run finds its stamps and does nothing.
@@ -36,11 +36,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versions", nargs="+", default=list(VERSIONS), metavar="X.Y.Z", help="vLLM releases to unpack")
     parser.add_argument("--only-demo", action="store_true", help="the newest of them and the real model: what the demo needs")
+    parser.add_argument("--with-gemma", action="store_true", help="Gemma 3 270M too, a download of 238 MB; else its test makes it")
     asked = parser.parse_args()
     if sys.version_info < (3, 11):
         parser.error("the engines need Python 3.11 or newer")
     newest = max(asked.versions, key=sort_key)
     versions, models = ([newest], ["smollm2"]) if asked.only_demo else (asked.versions, MODELS)
+    models = (*models, *(["gemma3-270m"] if asked.with_gemma else []))
     ray = [] if asked.only_demo else [(f"{RAY[0]} (70 MB)", add_ray)]
     take_steps(
         "engines",

