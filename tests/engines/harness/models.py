@@ -33,7 +33,7 @@ class Model:
 
     `is_exact`: float32, where a request's tokens do not depend on what it is batched with. `interleaves_from`: the first release that can
     have it interleaved on a CPU, None where none can. `blocks`: as many as the limit allows, where an unhooked engine with so many preempts
-    the same requests, so that tokens must be equal although batches change them.
+    the same requests, so that tokens must be equal although batches change them. `watched`: a canary fits in its limit.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Model:
     interleaves_from: tuple[int, int] | None = (0, 0)
     max_tokens: int = 24
     blocks: int = 0
+    watched: bool = False
 
     def interleaves(self, version: str) -> bool:
         """Whether this release can have it interleaved on a CPU."""
@@ -86,7 +87,7 @@ MODELS = (
         interleaves_from=None,
         blocks=81,
     ),
-    Model("gptoss", 5 * MIB // 2, options=BFLOAT16, is_exact=False),
+    Model("gptoss", 3 * MIB, options=BFLOAT16, is_exact=False, watched=True),
     Model("qwen3next", 2 * MIB, options=GDN, is_exact=False, interleaves_from=STATES_SINCE, max_tokens=72),
     Model("falconh1", 12 * MIB, broken={("0.32", "cached"): NO_CHECKPOINTS}, interleaves_from=STATES_SINCE, max_tokens=72),
     Model("nemotronh", 6 * MIB, broken={("0.32", "cached"): NO_CHECKPOINTS}, interleaves_from=STATES_SINCE, max_tokens=72),
@@ -134,9 +135,10 @@ class Cell:
 
     @property
     def is_watched(self) -> bool:
-        """Where pressure changes the batches, and with them tokens, a canary says that memory is right all the same. Blocks that lie side
-        by side without a gap have no room for it."""
-        return not self.is_exact and self.layout == "auto" and BY_NAME[self.model].interleaves(self.version)
+        """Where pressure changes the batches, and with them tokens, a canary says that memory is right all the same: of cached blocks too.
+        Blocks that lie side by side without a gap have no room for it."""
+        has_room = self.layout == "auto" and BY_NAME[self.model].interleaves(self.version)
+        return BY_NAME[self.model].watched and not self.is_exact and self.cache == "cached" and has_room
 
     @property
     def is_exact(self) -> bool:
