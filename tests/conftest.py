@@ -15,6 +15,7 @@ LONGEST_GROUPS = (
     *(
         "0.5.23",
         "two_engines",
+        "three_engines",
         "demo",
         "test_vllm_serve",
         "test_sglang_ranks",

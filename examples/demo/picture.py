@@ -52,7 +52,8 @@ def _plot(axes: Any, story: Story) -> None:
     axes.set_ylim(0, 1.28 * max(story.budget_bytes, static) / (1 << 20))
     axes.set_xlabel("seconds")
     axes.set_ylabel("KV cache memory leased from the card, MiB")
-    title = f"{story.who[0].upper()}{story.who[1:]}, bursts in turn, one card that could not hold them both"
+    everyone = "them both" if len(story.names) == 2 else "them all"
+    title = f"{story.who[0].upper()}{story.who[1:]}, bursts in turn, one card that could not hold {everyone}"
     axes.set_title(title, fontsize=12, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)

@@ -9,15 +9,20 @@ FELL_BACK_FRACTION = 1 / 3
 """At the end an engine may still hold this part of its own peak, or what it held idle at the start and as much again: pages of the
 null block and of the capped prefix cache."""
 
+NUMBERS = {2: "two", 3: "three", 4: "four"}
+
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Bytes of one engine's KV cache. `lease_bytes` covers all it holds; the others say what for."""
+    """Bytes of one engine's KV cache. `lease_bytes` covers all it holds, `owned`, `cached` and `parked` say what for; `floor_bytes` is
+    what the others must leave to it, `wanted_bytes` what it waits for."""
 
     lease_bytes: int = 0
     owned_bytes: int = 0
     cached_bytes: int = 0
     parked_bytes: int = 0
+    floor_bytes: int = 0
+    wanted_bytes: int = 0
 
     @property
     def rest_bytes(self) -> int:
@@ -69,8 +74,10 @@ class Story:
     @property
     def who(self) -> str:
         """The engines in a sentence."""
-        first, second = self.kinds
-        return f"two {first} engines" if first == second else f"one {first} and one {second} engine"
+        first, *others = self.kinds
+        if all(other == first for other in others):
+            return f"{NUMBERS.get(len(self.kinds), len(self.kinds))} {first} engines"
+        return " and ".join(f"one {kind}" for kind in self.kinds) + " engine"
 
     def latest(self) -> Sample:
         return self.samples[-1] if self.samples else Sample(0.0, {})

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from examples.demo.series import EngineMemory, Sample
@@ -36,4 +37,6 @@ def _add(memory: EngineMemory, entry: EntryView) -> EngineMemory:
         owned_bytes=memory.owned_bytes + usage.owned_bytes,
         cached_bytes=memory.cached_bytes + usage.cached_bytes,
         parked_bytes=memory.parked_bytes + usage.parked_bytes,
+        floor_bytes=memory.floor_bytes + entry.record.floor_bytes,
+        wanted_bytes=memory.wanted_bytes + entry.record.waiting_bytes(time.monotonic_ns()),
     )

@@ -42,8 +42,9 @@ def missing(*kinds: EngineKind) -> str:
 class CardOfEngines:
     """A run directory, the engines started in it, and a thread that looks at the card twenty times a second."""
 
-    def __init__(self, folder: Path, budget_bytes: int) -> None:
+    def __init__(self, folder: Path, budget_bytes: int, model: Path = MODEL) -> None:
         self.folder = folder
+        self.model = model
         self.run_dir = folder / "run"
         self.budget_bytes = budget_bytes
         self.engines: list[Server] = []
@@ -118,7 +119,7 @@ class Server(servers.Server):
             "ENABLE_KVCACHED": "true",
             **{f"KVCACHED_{key}": str(value) for key, value in {**of_card, **settings}.items()},
         }
-        command = [str(kind.python(ROOT)), *kind.arguments(MODEL, name, port, shape), *options]
+        command = [str(kind.python(ROOT)), *kind.arguments(card.model, name, port, shape), *options]
         super().__init__(command, environment, card.folder / f"{name}-{port}.log", port, name)
 
     def ask(self, prompt: str, tokens: int = 24) -> str:

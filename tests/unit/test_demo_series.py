@@ -129,3 +129,12 @@ def test_bar_shows_a_little_and_marks_too_much() -> None:
 
 def test_the_plain_line_names_each_engine_and_the_card() -> None:
     assert plain_line(good_story()) == "   3.0 s  facts 10 MiB (0 running)   stories 10 MiB (0 running)   card 20 MiB of 130 MiB"
+
+
+def test_engines_are_called_by_number_and_kind() -> None:
+    for kinds, words in (
+        (("vLLM", "vLLM"), "two vLLM engines"),
+        (("vLLM", "vLLM", "vLLM"), "three vLLM engines"),
+        (("vLLM", "SGLang"), "one vLLM and one SGLang engine"),
+    ):
+        assert Story(names=("a",) * len(kinds), budget_bytes=1, kinds=kinds).who == words
