@@ -68,6 +68,7 @@ def answers() -> dict[str, PoolMetrics]:
         block_bytes=12,
         misses=13,
         preemptions=14,
+        avoidable_preemptions=9,
         refusals=15,
         presses=16,
         taken_bytes=17,

@@ -123,6 +123,17 @@ def test_the_ceiling_is_that_of_the_card_that_allows_least_in_the_owners_bytes(w
     assert world.peers({"CARD-9": PAGE}).ceiling_bytes() is None
 
 
+def test_the_others_spare_what_they_keep_beyond_their_floors_on_the_card_with_most(world):
+    world.add("mine", 0, 10, parked=10)
+    world.add("mine", 1, 10, rank=1, parked=10)
+    world.add("rich", 0, 40, parked=30, floor=25)
+    world.add("at-its-floor", 0, 20, parked=20, floor=20)
+    world.add("busy", 1, 60, parked=5)
+    assert world.peers({"CARD-0": PAGE}).spare_bytes() == 15 * PAGE
+    assert world.peers({"CARD-0": PAGE, "CARD-1": PAGE // 4}).spare_bytes() == 20 * PAGE
+    assert world.peers({"CARD-9": PAGE}).spare_bytes() == 0
+
+
 def geometry(planes=1, pages=32):
     return BlockGeometry(PAGE, PAGE, PAGE, pages, planes, pages)
 

@@ -506,3 +506,11 @@ def test_what_others_gave_is_taken(port):
     pool.take(4)
     assert (pool.tally.presses, pool.tally.taken_bytes, pool.tally.refusals) == (1, 2 * PAGE, 1)
     assert pool.tally.misses == 0
+
+
+def test_requests_put_back_are_avoidable_while_others_can_give_a_page(port):
+    pool = make(port)
+    for spare_bytes, requests in ((PAGE - 1, 2), (PAGE, 3), (PAGE, 0)):
+        pool.others_spare_bytes = lambda spare_bytes=spare_bytes: spare_bytes
+        pool.note_preemptions(requests)
+    assert (pool.tally.preemptions, pool.tally.avoidable_preemptions) == (5, 3)

@@ -68,16 +68,21 @@ def _no_evictions() -> dict[Eviction, int]:
 class Tally:
     """One pool's. `waits`: how long calls of the engine waited for more pages.
 
-    `misses`: takes that failed; `preemptions`: requests that the engine put back for lack of blocks; `refusals`: maps that the card did
-    not grant; `presses`: times that others were asked to give memory back, and `taken_bytes` what they gave; `given_bytes`: what this
-    pool gave when others asked.
+    `misses`: takes that failed; `preemptions`: requests that the engine put back for lack of blocks, `avoidable_preemptions` those of them
+    during which other pools could have given memory; `refusals`: maps that the card did not grant; `presses`: times that others were asked
+    to give memory back, and `taken_bytes` what they gave; `given_bytes`: what this pool gave when others asked.
     """
 
     misses: int = 0
     preemptions: int = 0
+    avoidable_preemptions: int = 0
     refusals: int = 0
     presses: int = 0
     taken_bytes: int = 0
     given_bytes: int = 0
     evicted_blocks: dict[Eviction, int] = field(default_factory=_no_evictions)
     waits: Histogram = field(default_factory=Histogram)
+
+    def note_preemptions(self, requests: int, *, avoidable: bool) -> None:
+        self.preemptions += requests
+        self.avoidable_preemptions += requests if avoidable else 0

@@ -122,6 +122,7 @@ class PoolMetrics(Answer):
     block_bytes: int = 0
     misses: int = 0
     preemptions: int = 0
+    avoidable_preemptions: int = 0
     refusals: int = 0
     presses: int = 0
     taken_bytes: int = 0

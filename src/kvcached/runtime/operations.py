@@ -111,6 +111,7 @@ class PoolOperations:
             block_bytes=geometry.planes * geometry.block_stride_bytes,
             misses=tally.misses,
             preemptions=tally.preemptions,
+            avoidable_preemptions=tally.avoidable_preemptions,
             refusals=tally.refusals,
             presses=tally.presses,
             taken_bytes=tally.taken_bytes,

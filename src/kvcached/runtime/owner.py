@@ -69,6 +69,7 @@ class Owner:
             adopted_pages=facts.adopted_pages,
             press=self._peers.press,
         )
+        self.pool.others_spare_bytes = self._peers.spare_bytes
         reserve = settings.prealloc_enabled
         self.control: ControlServer | None = None
         self.keeper = Keeper(

@@ -71,6 +71,15 @@ class Peers:
                 ceilings.append(ceiling * self._page_bytes // self._page_bytes_by_card[snapshot.identity.uuid])
         return min(ceilings, default=None)
 
+    def spare_bytes(self) -> int:
+        """What the other pools hold parked or cached beyond their floors, as they last told, on the card where that is most."""
+        found = [0]
+        for snapshot in self._snapshots():
+            records, mine = self._records(snapshot)
+            spare = sum(_spare_bytes(record) for slot, record in enumerate(records) if slot != mine and record.kind == Kind.KV)
+            found.append(spare * self._page_bytes // self._page_bytes_by_card[snapshot.identity.uuid])
+        return max(found)
+
     def _records(self, snapshot: CardSnapshot) -> tuple[list[Record], int]:
         """All live records by slot, and the slot of this pool, -1 when it is not there. Ranks that share a card count as one."""
         by_slot = {entry.slot: entry for entry in snapshot.live}
@@ -117,3 +126,8 @@ class Peers:
         words = (entry.instance, given_bytes, self._instance, size_bytes)
         _log.log(level, "%s gave %d bytes back to %s, which asked for %d", *words, extra=facts)
         return given_bytes
+
+
+def _spare_bytes(record: Record) -> int:
+    keeps_bytes = record.parked_bytes + record.handles_bytes + record.cached_bytes
+    return min(keeps_bytes, max(0, record.lease_bytes - record.floor_bytes))

@@ -67,6 +67,7 @@ class Pool:
         self.on_low: Callable[[], None] | None = None
         self.low_mark_pages = 0
         self.ceiling_bytes = geometry.range_bytes
+        self.others_spare_bytes: Callable[[], int] = int
         self.tally = Tally()
         self.standing_blocks = 0
         self._port = port
@@ -201,6 +202,10 @@ class Pool:
         """All work up to this step has finished."""
         with self.lock:
             self._ledger.advance(completed_marker)
+
+    def note_preemptions(self, requests: int) -> None:
+        """The engine has put so many requests back for lack of blocks."""
+        self.tally.note_preemptions(requests, avoidable=requests > 0 and self.others_spare_bytes() >= self._step_bytes)
 
     def _evict(self, ids: Sequence[int], why: Eviction) -> None:
         if ids:

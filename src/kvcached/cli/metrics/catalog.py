@@ -102,6 +102,7 @@ TOLD: Final = dict(
         _told("block_bytes", Kind.GAUGE, "A block of all layers."),
         _told("misses", Kind.COUNTER, "Times that the engine asked for blocks and got none."),
         _told("preemptions", Kind.COUNTER, "Requests that the engine put back for lack of blocks."),
+        _told("avoidable_preemptions", Kind.COUNTER, "Of these, while others held parked or cached bytes beyond their floors."),
         _told("refusals", Kind.COUNTER, "Times that the card granted less than was asked for."),
         _told("presses", Kind.COUNTER, "Times that the pool asked the others of the card to give memory back."),
         _told("taken_bytes", Kind.COUNTER, "What the others gave back when it asked."),

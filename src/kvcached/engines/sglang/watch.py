@@ -96,7 +96,7 @@ class SchedulerWatch:
             bank.marker = self._begun
 
     def note_preemptions(self, requests: int) -> None:
-        self._gates.full.bank.pool.tally.preemptions += requests
+        self._gates.full.bank.pool.note_preemptions(requests)
 
     def finish_step(self) -> None:
         """The oldest step under way has its tokens on the host: it has finished."""

@@ -81,7 +81,7 @@ class SchedulerMemory:
             self._manager.watermark_blocks = int(self._watermark * self.pool.max_blocks())
 
     def note_preemptions(self, scheduler_output: Any) -> None:
-        self.pool.tally.preemptions += len(scheduler_output.preempted_req_ids or ())
+        self.pool.note_preemptions(len(scheduler_output.preempted_req_ids or ()))
 
     def step_operations(self) -> tuple[Op, ...]:
         """What every worker has to map before the step that was just made. A worker in this process has mapped it already."""
