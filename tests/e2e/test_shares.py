@@ -50,9 +50,10 @@ def test_a_preemption_is_held_against_what_others_kept_all_the_time(idle: int, c
     assert (found.pool, found.count, found.certain_bytes, found.possible_bytes) == ("busy", 2, certain, possible)
 
 
-def test_a_floor_counts_from_the_first_sign_of_need() -> None:
-    rows = [(0.0, 5, 0), (1.0, 5, 0), (1.2, 5, 10), (1.3, 15, 0), (1.6, 20, 0)]
+@pytest.mark.parametrize("sign", [(1.2, 5, 10), (1.2, 8, 0)])
+def test_a_floor_counts_from_the_first_sign_of_need(sign: tuple[float, int, int]) -> None:
+    rows = [(0.0, 5, 0), (1.0, 5, 0), sign, (1.3, 15, 0), (1.6, 20, 0)]
     story = line(*((at_s, memory(lease, wanted=wanted), memory(60)) for at_s, lease, wanted in rows))
     assert story.floor_return_s("busy", 0.5, 5.0) == pytest.approx((0.4, 1.1))
     assert story.floor_return_s("busy", 0.5, 1.4) is None
-    assert story.least_kept_bytes("busy", 1.25, 5.0) == 5
+    assert story.least_kept_bytes("busy", 0.5, 1.1) == 5
