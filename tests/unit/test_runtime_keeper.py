@@ -34,7 +34,7 @@ class Port:
     def map(self, runs, *, urgent):
         pages = sum(count for _, count in runs)
         if self.mapped + pages > self.room_pages:
-            return finished(Outcome(Verdict.EXHAUSTED, size_bytes=0, reason="full"))
+            return finished(Outcome(Verdict.EXHAUSTED, size_bytes=max(0, self.room_pages - self.mapped) * PAGE, reason="full"))
         self.mapped += pages
         self.maps += 1
         return finished(Outcome(Verdict.DONE))
@@ -62,10 +62,10 @@ class Port:
 
 
 class World:
-    def __init__(self, limit_pages=64, **options):
+    def __init__(self, limit_pages=64, press=None, **options):
         self.now = 100.0
         self.port = Port()
-        self.pool = Pool(GEOMETRY, self.port, Limits(limit_pages * PAGE), PoolOptions())
+        self.pool = Pool(GEOMETRY, self.port, Limits(limit_pages * PAGE), PoolOptions(), press=press)
         self.watched = 0
         self.trouble = None
         self.keeper = Keeper(self.pool, KeeperOptions(**options), clock=lambda: self.now, watch=self._watch)
@@ -142,6 +142,18 @@ def test_what_was_needed_for_a_moment_of_the_while_stays():
     world.ticks(4)
     assert mapped - 10 <= world.port.mapped < mapped
     world.pool.give([kept])
+
+
+@pytest.mark.parametrize("idle_trim_s", [0.0, 60.0])
+def test_what_has_come_for_a_request_that_lacks_more_stays_while_it_is_wanted(idle_trim_s):
+    world = World(min_reserved_pages=0, max_reserved_pages=2, idle_trim_s=idle_trim_s, wish_s=1.0, press=lambda wanted_bytes, deadline_s: 0)
+    world.port.room_pages = 8
+    for _ in range(5):
+        assert world.pool.grow(4 * 20) in (4 * 8, 0)
+        world.ticks(10)
+    assert (world.port.maps, world.port.mapped) == (1, 8)
+    world.ticks(30)
+    assert world.port.mapped <= 2
 
 
 def test_takes_do_not_wake_the_keeper_of_a_pool_that_can_get_no_more():

@@ -33,12 +33,15 @@ class KeeperOptions:
 
     `surplus_s`: what is beyond that goes when nobody has needed it for so long. Requests come and go in waves, and unmapping what the
     next wave maps again costs both a wait; others on the card who need it do not wait for this, they ask.
+
+    `wish_s`: who asked others for memory so short a time ago waits for more, and what has come is no surplus until it is enough.
     """
 
     min_reserved_pages: int = 1
     max_reserved_pages: int = 16
     idle_trim_s: float = 2.0
     surplus_s: float = 0.25
+    wish_s: float = 1.0
     tick_s: float = 0.05
     idle_tick_s: float = 0.25
 
@@ -64,6 +67,7 @@ class Keeper:
         self._enforcing = threading.Lock()
         self._last_used_pages = 0
         self._last_tick_s = self._last_busy_s = clock()
+        self._last_presses, self._last_wish_s = pool.tally.presses, float("-inf")
         self._last_report_s = 0.0
         self._grow_backoff_until_s = 0.0
         self._least_surplus_pages: int | None = None  # since `_surplus_since_s`
@@ -133,6 +137,8 @@ class Keeper:
             self._last_busy_s = now
         self._reserve.observe(max(0, consumed), max(1e-6, now - self._last_tick_s))
         self._last_used_pages, self._last_tick_s = counts.used_pages, now
+        if self._pool.tally.presses != self._last_presses:
+            self._last_presses, self._last_wish_s = self._pool.tally.presses, now
 
     def rest(self) -> None:
         """Keep no reserve until blocks are taken again."""
@@ -166,7 +172,8 @@ class Keeper:
         idle = now - self._last_busy_s > self._options.idle_trim_s
         low, high = (0, 0) if idle else self._reserve.marks()
         parked = self._pool.counts().parked_pages
-        surplus = self._lasting_surplus(now, parked - high, 0.0 if idle else self._options.surplus_s)
+        waits = now - self._last_wish_s <= self._options.wish_s
+        surplus = self._lasting_surplus(now, 0 if waits else parked - high, 0.0 if idle else self._options.surplus_s)
         if parked < low and now >= self._grow_backoff_until_s:
             if not self._pool.grow_reserve(high - parked):
                 self._grow_backoff_until_s = now + self._options.idle_tick_s

@@ -339,8 +339,7 @@ class Pool:
 
     def _settle(self) -> None:
         self._work.settle()
-        if self._late_limits:
-            self._settle_late_limits()
+        self._settle_late_limits()
 
     def overage_pages(self) -> int:
         with self.lock:
