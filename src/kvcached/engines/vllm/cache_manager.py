@@ -50,7 +50,7 @@ class ElasticKVCacheManager(KVCacheManager):
                 "raise its limit (kvctl limit, KVCACHED_LIMIT) or send a shorter request"
             )
             return False
-        if time.monotonic() < self.kvcached_refused_until_s:
+        if self.was_refused():
             return False
         reserved = int(options.get("reserved_blocks", 0)) + int(self.watermark_blocks)
         missing = max(1, self._missing_blocks(request, tokens) + reserved - self.block_pool.get_num_free_blocks())
@@ -58,6 +58,10 @@ class ElasticKVCacheManager(KVCacheManager):
         if gained < missing:
             self.kvcached_refused_until_s = time.monotonic() + _BACKOFF_S
         return gained > 0
+
+    def was_refused(self) -> bool:
+        """Whether the pool has just had less than a request needs."""
+        return time.monotonic() < self.kvcached_refused_until_s
 
     def longest_request_tokens(self) -> int:
         """The most tokens of one request that the pool can ever hold, alone."""

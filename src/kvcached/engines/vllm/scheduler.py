@@ -7,6 +7,7 @@ The pool's lock is held through every method that touches blocks, so the keeper 
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 from kvcached.config import configure_logging, load_settings
@@ -44,7 +45,10 @@ class ElasticScheduler(_Scheduler):
             output = super().schedule(*args, **kwargs)
             self.kvcached.note_preemptions(output)
             self.kvcached.steps.stamp(output, self.kvcached.step_operations(), self.kvcached.step_notes())
-            return output
+            rest_s = self.kvcached.rest_s(self, output)
+        if rest_s:
+            time.sleep(rest_s)
+        return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         with self.kvcached.pool.lock:

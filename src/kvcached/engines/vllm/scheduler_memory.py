@@ -12,6 +12,7 @@ from kvcached.engines.vllm.cache_manager import ElasticKVCacheManager
 from kvcached.engines.vllm.chain import is_ours
 from kvcached.engines.vllm.greeting import greeting
 from kvcached.engines.vllm.identity import Identity
+from kvcached.engines.vllm.rests import Rests
 from kvcached.engines.vllm.steps import Steps
 from kvcached.errors import EngineNotSupported
 from kvcached.ranks.group import RankGroup
@@ -43,6 +44,8 @@ class SchedulerMemory:
         self._watermark = float(getattr(config.scheduler_config, "watermark", 0.0))
         self.steps = Steps()
         self._paused = False
+        self._rests = Rests()
+        self._in_step_with_others = config.parallel_config.data_parallel_size > 1
         port, facts = _connect(settings, config)
         self._group = port if isinstance(port, RankGroup) else None
         self._watcher = WatcherAfar() if settings.canary else None
@@ -82,6 +85,13 @@ class SchedulerMemory:
 
     def note_preemptions(self, scheduler_output: Any) -> None:
         self.pool.note_preemptions(len(scheduler_output.preempted_req_ids or ()))
+
+    def rest_s(self, scheduler: Any, scheduler_output: Any) -> float:
+        """How long to wait before the next look: requests lack memory and none runs, so that only others can help. vLLM itself would look
+        again a thousand times a second, on their cores. Replicas of one engine step together, and none makes the others rest.
+        """
+        idle = not scheduler_output.total_num_scheduled_tokens and not scheduler.running
+        return self._rests.next_s(only_waits=idle and self._manager.was_refused() and not self._in_step_with_others)
 
     def step_operations(self) -> tuple[Op, ...]:
         """What every worker has to map before the step that was just made. A worker in this process has mapped it already."""
