@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 _UNWANTED = ("KVCACHED_", "ENABLE_KVCACHED", "VLLM_", "SGLANG_", "PYTHONDONTWRITEBYTECODE")  # a start without compiled files takes long
 _POLITE = {
     "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # each engine would bind itself to the same core
     "HF_HUB_OFFLINE": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_NO_USAGE_STATS": "1",
