@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
+from kvcached.engines.vllm.growth import Growth
 from kvcached.units import ceil_div
 
 if TYPE_CHECKING:
     from kvcached.runtime.pool import Pool
-
-_BACKOFF_S: Final = 0.02
 
 
 class ElasticKVCacheManager(KVCacheManager):
@@ -21,7 +19,7 @@ class ElasticKVCacheManager(KVCacheManager):
 
     kvcached_pool: Pool
     kvcached_hopeless: dict[str, str]
-    kvcached_refused_until_s: float
+    kvcached_growth: Growth
 
     @classmethod
     def adopt(cls, manager: Any, pool: Pool) -> ElasticKVCacheManager:
@@ -29,7 +27,7 @@ class ElasticKVCacheManager(KVCacheManager):
         elastic: ElasticKVCacheManager = manager
         elastic.kvcached_pool = pool
         elastic.kvcached_hopeless = {}
-        elastic.kvcached_refused_until_s = 0.0
+        elastic.kvcached_growth = Growth(pool)
         return elastic
 
     def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
@@ -50,18 +48,9 @@ class ElasticKVCacheManager(KVCacheManager):
                 "raise its limit (kvctl limit, KVCACHED_LIMIT) or send a shorter request"
             )
             return False
-        if self.was_refused():
-            return False
         reserved = int(options.get("reserved_blocks", 0)) + int(self.watermark_blocks)
         missing = max(1, self._missing_blocks(request, tokens) + reserved - self.block_pool.get_num_free_blocks())
-        gained = self.kvcached_pool.grow(missing)
-        if gained < missing:
-            self.kvcached_refused_until_s = time.monotonic() + _BACKOFF_S
-        return gained > 0
-
-    def was_refused(self) -> bool:
-        """Whether the pool has just had less than a request needs."""
-        return time.monotonic() < self.kvcached_refused_until_s
+        return self.kvcached_growth.ask(missing, runs=request.status.name == "RUNNING") > 0
 
     def longest_request_tokens(self) -> int:
         """The most tokens of one request that the pool can ever hold, alone."""

@@ -91,7 +91,7 @@ class SchedulerMemory:
         again a thousand times a second, on their cores. Replicas of one engine step together, and none makes the others rest.
         """
         idle = not scheduler_output.total_num_scheduled_tokens and not scheduler.running
-        return self._rests.next_s(only_waits=idle and self._manager.was_refused() and not self._in_step_with_others)
+        return self._rests.next_s(only_waits=idle and self._manager.kvcached_growth.was_refused() and not self._in_step_with_others)
 
     def step_operations(self) -> tuple[Op, ...]:
         """What every worker has to map before the step that was just made. A worker in this process has mapped it already."""
