@@ -141,6 +141,17 @@ def test_a_hot_prefix_outlives_cold_ones_and_dense_pages_do_not_stay_for_ever() 
     assert sum(record[0] == 0 for record in ledger._cache.blocks.values()) == 0, "what was never used again is gone"
 
 
+def test_where_others_want_pages_a_hot_prefix_on_pages_with_holes_outlives_cold_ones_that_fill_theirs() -> None:
+    ledger = mapped(4, 4)
+    cached(ledger, {0: 1, 1: 1, 2: 1, 3: 1, 4: 2, 5: 2, 6: 2, 7: 2, 12: 0, 13: 0, 14: 0, 15: 0})
+    ledger.evict(ledger.victims_for_blocks(4))
+    hot = ids_of(ledger.take(2))
+    ledger.give([(block, 1) for block in ids_of(ledger.take(6)) if block not in hot], 0)
+    ledger.give_cached(hot, 0, 9)
+    assert ledger.victims_for_pages(2) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert sorted(ledger.cached_overflow(8)) == sorted(hot)
+
+
 def test_a_dense_page_goes_once_enough_has_come_and_gone_since() -> None:
     ledger = mapped(8, 20)
     ledger.give_cached(ids_of(ledger.take(8)), 0, 0)

@@ -4,7 +4,8 @@
 Blocks are ordered by last use. Pages are ordered by *worth*: a point in the cache's turnover (the cost evicted so far) when the page
 last gained a block, plus a span in proportion to what its cached blocks cost; a full page outlives an almost empty one of its time by
 `DENSE_LIFE` turnovers of the whole cache. Order by use alone leaves the survivors scattered over many pages; order by cost alone keeps
-the first dense pages for ever.
+the first dense pages for ever. For pages that others want density counts less, `PRESSED_DENSE_LIFE`: much has to go at once, and a hot
+prefix that was found again on pages with holes would go before cold ones that fill theirs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 COMPACT_AT_LEAST: Final = 1024
 DENSE_LIFE: Final = 1.0
+PRESSED_DENSE_LIFE: Final = 0.25
 
 CachedBlock = tuple[int, float, int, int]
 """(last use, cost, sequence, block): sorts as blocks go, coldest first, then cheapest, then first come."""
@@ -88,8 +90,8 @@ class CacheIndex:
                 del self.costs[page], self.born[page], self.worths[page]
         self._compact()
 
-    def _worth(self, page: int) -> float:
-        return self.born[page] + DENSE_LIFE * self._scale / self._table.page_limit * self.costs[page]
+    def _worth(self, page: int, dense_life: float = DENSE_LIFE) -> float:
+        return self.born[page] + dense_life * self._scale / self._table.page_limit * self.costs[page]
 
     def _rate(self, page: int, latest_use: int) -> None:
         entry = (self._worth(page), latest_use, page)
@@ -170,5 +172,5 @@ class CacheIndex:
         if not table.pinned.isdisjoint(pages) or any(table.owned[page] or table.is_lost(page) for page in pages):
             return None
         cached = [page for page in pages if page in self.worths]
-        worth = sum(self._worth(page) for page in cached)
+        worth = sum(self._worth(page, PRESSED_DENSE_LIFE) for page in cached)
         return Emptying(worth / len(pages), max(self.worths[page][1] for page in cached), first, len(pages))
