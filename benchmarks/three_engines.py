@@ -48,7 +48,8 @@ def table(heads: list[str], rows: list[list[str]]) -> list[str]:
 def summary(figures: dict[str, Any]) -> list[list[str]]:
     shares, hot, returns = figures["shares"], figures["hot"], figures["returns"]
     put_back = figures["preemptions"]
-    waits = [entry["share"] for entry in figures["waiting"] if entry["only_waits"]]
+    avoidable = sum(counters["avoidable_preemptions"] for counters in figures["counters"].values())
+    waits = [entry for entry in figures["waiting"] if entry["only_waits"]]
     floors = [entry["floor_s"] for entry in returns]
     late = sum(entry["floor_s"] is None or entry["floor_s"] > entry["victims_step_s"] + 0.1 for entry in returns)
     steps = ", ".join(f"{1000 * entry['victims_step_s']:.0f}" for entry in returns)
@@ -68,15 +69,19 @@ def summary(figures: dict[str, Any]) -> list[list[str]]:
         ["returns with nothing: floor after, s (longest)", f"{', '.join(map(seconds, floors))}"],
         ["of them later than a step of the victim + 100 ms (steps, ms)", f"{late} of {len(returns)} ({steps})"],
         ["requests put back", str(sum(entry["count"] for entry in put_back))],
+        ["of them while others had memory to give, as the pools themselves count", str(avoidable)],
         [
-            "of them while others surely, or perhaps, held memory beyond their floors",
+            "the same, from the samples: surely, perhaps",
             f"{sum(e['count'] for e in put_back if e['certain_bytes'])}, {sum(e['count'] for e in put_back if e['possible_bytes'])}",
         ],
-        [
-            "processor time of a scheduler that only waits, median (most)",
-            f"{percent(statistics.median(waits))} ({percent(max(waits))}) of {len(waits)} seconds" if waits else "not seen",
-        ],
+        ["processor time of a scheduler that only waits, median (most)", share_of_time(waits, "EngineCore")],
+        ["of its worker, to which vLLM sends each of its empty steps", share_of_time(waits, "Worker")],
     ]
+
+
+def share_of_time(waits: list[dict[str, float]], process: str) -> str:
+    shares = [entry[process] for entry in waits]
+    return f"{percent(statistics.median(shares))} ({percent(max(shares))}) of {len(shares)} seconds" if shares else "not seen"
 
 
 def percent(fraction: float | None) -> str:
