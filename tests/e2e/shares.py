@@ -113,10 +113,11 @@ class Timeline:
     def floor_return_s(self, engine: str, asked_s: float, end_s: float) -> tuple[float, float] | None:
         """Seconds until `engine` leased its floor: from the first sign that it wanted memory, and from `asked_s`. None: it never did."""
         before, *later = self.between(asked_s, end_s)
-        wanted_s = None
+        wanted_s, least_bytes = None, before.of(engine).lease_bytes  # it may be emptied between this sample and the next
         for sample in later:
             memory = sample.of(engine)
-            if wanted_s is None and (memory.wanted_bytes or memory.lease_bytes > before.of(engine).lease_bytes):
+            least_bytes = min(least_bytes, memory.lease_bytes)
+            if wanted_s is None and (memory.wanted_bytes or memory.lease_bytes > least_bytes):
                 wanted_s = sample.at_s
             if wanted_s is not None and memory.lease_bytes >= memory.floor_bytes:
                 return sample.at_s - wanted_s, sample.at_s - asked_s

@@ -57,3 +57,8 @@ def test_a_floor_counts_from_the_first_sign_of_need(sign: tuple[float, int, int]
     assert story.floor_return_s("busy", 0.5, 5.0) == pytest.approx((0.4, 1.1))
     assert story.floor_return_s("busy", 0.5, 1.4) is None
     assert story.least_kept_bytes("busy", 0.5, 1.1) == 5
+
+
+def test_one_that_is_emptied_between_two_samples_has_its_need_seen_too() -> None:
+    story = line(*((at_s, memory(lease), memory(60)) for at_s, lease in ((0.0, 20), (1.0, 5), (1.2, 20))))
+    assert story.floor_return_s("busy", 0.5, 5.0) == pytest.approx((0.0, 0.7))

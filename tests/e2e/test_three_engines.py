@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -263,5 +263,7 @@ def must_agree(replies: list[Reply]) -> None:
 def keep(folder: Path, line: Timeline, figures: dict[str, Any]) -> None:
     story = Story(NAMES, BUDGET_BYTES, (VLLM.title,) * len(NAMES), samples=line.samples)
     write_samples(story, folder / "memory.csv")
-    draw(story, folder, "three-engines")
+    begin_s = line.samples[0].at_s
+    drawn = replace(story, samples=[replace(sample, at_s=sample.at_s - begin_s) for sample in line.samples])
+    draw(drawn, folder, "three-engines")
     (folder / "figures.json").write_text(json.dumps(figures, indent=1))
