@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -10,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PROC: Final = Path("/proc")
+_LISTENS: Final = "0A"
 _STATE, _GROUP, _SESSION, _START = 0, 2, 3, 19  # fields of `stat`, counted from the state on
 
 
@@ -35,6 +38,37 @@ def of_group(group: int) -> list[int]:
 def of_session(session: int) -> list[int]:
     """The processes of this session that are there."""
     return _with(_SESSION, session)
+
+
+def listens_in(session: int, port: int) -> bool:
+    """Whether a process of this session, of this user's, listens on that TCP port."""
+    links = {f"socket:[{inode}]" for inode in _listeners(port)}
+    return any(link in links for pid in of_session(session) for link in _links(_PROC / str(pid) / "fd"))
+
+
+def _listeners(port: int) -> Iterator[str]:
+    """The inodes of the sockets."""
+    for table in ("tcp", "tcp6"):
+        for line in _lines(_PROC / "self" / "net" / table)[1:]:
+            fields = line.split()
+            if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
+                yield fields[9]
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="ascii").splitlines()
+    except OSError:  # a kernel without IPv6
+        return []
+
+
+def _links(folder: Path) -> Iterator[str]:
+    try:
+        for entry in folder.iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                yield os.readlink(entry)
+    except OSError:  # the process has ended meanwhile
+        return
 
 
 def _with(field: int, number: int) -> list[int]:

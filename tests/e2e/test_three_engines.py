@@ -247,7 +247,8 @@ def test_memory_follows_the_load_through_three_engines(card: WatchedCard, record
     assert found >= 0.8 * asked, "cold prefixes stayed, hot ones went"
     assert [comeback for comeback in figures["returns"] if comeback["floor_s"] is None] == [], "a floor was not to be had"
     counted = figures["counters"].values()
-    assert sum(counters["avoidable_preemptions"] for counters in counted) <= 0.25 * sum(counters["preemptions"] for counters in counted)
+    avoidable, all_ = (sum(counters[name] for counters in counted) for name in ("avoidable_preemptions", "preemptions"))
+    assert avoidable <= max(3, 0.25 * all_)
     must_agree(course.seen.replies)
 
 

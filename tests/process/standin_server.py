@@ -107,6 +107,12 @@ def main() -> None:
     taken = FOLDER / "taken"
     if taken.exists():
         taken.unlink()
+        asked = (FOLDER / "squatter.log").open("ab")
+        command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
+        other = subprocess.Popen(command, start_new_session=True, stdout=asked, stderr=asked)
+        (FOLDER / "squatter").write_text(str(other.pid))
+        while (FOLDER / "silent").exists():  # it has not tried yet
+            time.sleep(0.02)
         print(f"ERROR:    [Errno 98] error while attempting to bind on address ('127.0.0.1', {port}): address already in use", flush=True)
         time.sleep(600)
     while (FOLDER / "linger").exists():

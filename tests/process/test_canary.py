@@ -2,6 +2,7 @@
 """The canary over real processes that take memory from each other: nothing is ever wrong, and what is made wrong is found and named."""
 
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -41,6 +42,7 @@ class Disturber:
             self.mortal.tell("churn", 1 << 30, self.luck.random())
         for process in self.lasting:
             self._limit(process)
+        time.sleep(0.02)  # they need the processor that this asks for them
         if self._owns_something(self.mortal):
             self.mortal.kill()
             self.mortal, self.kills = None, self.kills + 1
@@ -55,9 +57,11 @@ class Disturber:
     def _owns_something(self, process):
         assert process.process.poll() is None, process.process.stderr.read()
         try:
-            return self.world.client(process).status().owned_bytes > 0
+            status = self.world.client(process).status()
         except PeerError:
             return False
+        assert status.state != "refusing", status.reason
+        return status.owned_bytes > 0
 
 
 @pytest.mark.timeout(900)

@@ -216,10 +216,19 @@ def test_what_can_be_done_about_it_is_told(tmp_path: Path) -> None:
         assert "see / there -> the engine found no GPU: write `card: host:0`" in json.loads(body)["error"]["message"]
 
 
-def test_one_whose_port_somebody_else_has_is_started_again_with_another(tmp_path: Path) -> None:
+def test_one_whose_port_somebody_else_has_is_not_taken_for_ready_and_is_started_again_with_another(tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
-    with running(tmp_path) as it:
-        assert it.ask()[0] == 200
+    (tmp_path / "silent").touch()
+    with running(tmp_path) as it, contextlib.ExitStack() as stack:
+        thread, found = in_background(it.ask)
+        until(lambda: (tmp_path / "squatter").exists() and bool((tmp_path / "squatter").read_text()))
+        stack.callback(os.kill, int((tmp_path / "squatter").read_text()), signal.SIGKILL)
+        until(lambda: "GET /health" in (tmp_path / "squatter.log").read_text())  # the other program answers, with 404
+        assert it.state() == "starting"
+        (tmp_path / "silent").unlink()
+        thread.join(WAIT_S)
+        assert isinstance(found[0], tuple)
+        assert found[0][0] == 200
         assert it.calls() == ["start", "start", "/v1/completions"]
         assert re.search(r"chat.* found port \d+ taken by another program; its next start gets another port", it.errors())
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcached import processes
-from kvcached.controller.ports import free_port
+from kvcached.controller.ports import free_port, free_ports
 from kvcached.testing.servers import Server
 
 if TYPE_CHECKING:
@@ -77,6 +77,16 @@ def test_a_process_is_there_until_its_last_thread_has_ended() -> None:
         assert process.returncode is None  # nobody has asked for it: the kernel keeps its number, and nothing else
         assert processes.start_of(process.pid) is not None
         assert processes.of_group(process.pid) == processes.of_session(process.pid) == []
+
+
+def test_who_listens_on_a_port() -> None:
+    port, other = free_ports(2)
+    program = f"import socket, time; s = socket.create_server(('127.0.0.1', {port})); print(flush=True); time.sleep(600)"
+    with running(program) as process, running("import time; print(flush=True); time.sleep(600)") as bystander:
+        assert processes.listens_in(process.pid, port)
+        assert not processes.listens_in(process.pid, other)
+        assert not processes.listens_in(bystander.pid, port)
+    assert not processes.listens_in(process.pid, port)
 
 
 def test_of_what_never_was_nothing_is_there() -> None:

@@ -9,6 +9,7 @@ import re
 from typing import Any, ClassVar
 
 import pytest
+from aiohttp import web
 from gateway_stage import error_of, play, stage, until
 
 from kvcached.controller.journal import MOST_LINES, Journal
@@ -105,6 +106,50 @@ class TestWhoMay:
 
         play(scene)
 
+    def test_without_keys_no_page_of_another_site_makes_a_model_work(self) -> None:
+        foreign = {"Origin": "http://elsewhere.test", "Content-Type": "text/plain"}
+
+        async def scene() -> None:
+            async with stage() as it:
+                status, body, _ = await it.post(headers=foreign)
+                assert (status, error_of(body)["code"]) == (403, "cross_site")
+                assert it.upstream.calls == []
+                assert (await it.post(headers={"Origin": it.url}))[0] == 200
+            async with stage(top=dict(self.TOP)) as it:
+                assert (await it.post(headers={**foreign, "x-api-key": "chat-alone"}))[0] == 200
+
+        play(scene)
+
+    @pytest.mark.parametrize(
+        ("kind", "policy"), [("text/html; charset=utf-8", "sandbox"), ("image/svg+xml", "sandbox"), ("text/plain", None)]
+    )
+    def test_what_a_server_shows_cannot_act_in_the_gateways_name(self, kind: str, policy: str | None) -> None:
+        async def shows(request: web.Request) -> web.Response:
+            return web.Response(body=b"<script>act()</script>", headers={"Content-Type": kind})
+
+        async def scene() -> None:
+            async with stage() as it:
+                it.upstream.script.append(shows)
+                _, body, headers = await it.post("/upstream/chat/docs")
+                assert (body, headers.get("Content-Security-Policy")) == (b"<script>act()</script>", policy)
+
+        play(scene)
+
+    def test_a_key_that_opens_models_only_is_not_told_why_one_fails(self) -> None:
+        async def said(key: str, **more: Any) -> tuple[int, str]:
+            async with stage(addresses=["http://127.0.0.1:9"], top=dict(self.TOP), more=more) as it:
+                status, body, _ = await it.post(body={"model": "chat", "stream": bool(more)}, headers={"x-api-key": key})
+                return status, body.decode()
+
+        async def scene() -> None:
+            for more in ({}, {"keep_alive_s": 0.1}):
+                status, body = await said("chat-alone", **more)
+                assert ("127.0.0.1:9" in body, "chat failed; who runs it finds the reason at /sleep/status" in body) == (False, True), body
+                assert status == (200 if more else 503)
+            assert "127.0.0.1:9" in (await said("all-of-them"))[1]
+
+        play(scene)
+
     def test_its_own_page_and_programs_act(self) -> None:
         async def scene() -> None:
             async with stage({"sleep": "host"}) as it:
@@ -125,6 +170,7 @@ class TestWhoMay:
             ({"Origin": "http://A.test:8080", "Host": "a.test:8080"}, False),
             ({"Origin": "http://a.test:8081", "Host": "a.test:8080"}, True),
             ({"Origin": "http://a.test"}, True),
+            ({"Origin": "http://[", "Host": "a.test"}, True),
         ],
     )
     def test_whose_page_asks(self, headers: dict[str, str], foreign: bool) -> None:
@@ -174,7 +220,7 @@ class TestFigures:
         async def scene() -> None:
             async with stage() as it:
                 assert (await it.get("/logs/chat"))[1]["lines"] is None
-                assert (await it.get("/cards"))[1] == {"cards": []}
+                assert (await it.get("/cards"))[1] == {"cards": [], "problems": []}
                 assert (await it.get("/sleep/status"))[1]["models"]["chat"]["is_elastic"] is False
 
         play(scene)

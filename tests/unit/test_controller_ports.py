@@ -17,6 +17,13 @@ def test_each_port_is_another_and_none_is_where_others_take_theirs() -> None:
     assert max(found) < 22_000 <= 32_768  # SGLang's ranks, and the system
 
 
+def test_a_port_that_was_given_already_is_not_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, other = ports.free_ports(2)
+    picked = iter([given, given, other])
+    monkeypatch.setattr(ports.random, "randrange", lambda *_: next(picked))
+    assert ports.free_port(besides={given}) == other
+
+
 def test_a_port_that_somebody_listens_on_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -11,6 +11,7 @@ from aiohttp import web
 from gateway_stage import PIECES, cut_at_once, listening, play, stage
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from kvcached.controller.otlp import OtlpTraces
 from kvcached.controller.traces import Traces, traces_to
 from kvcached.errors import SettingError
 
@@ -112,6 +113,17 @@ def test_a_failure_is_told_with_its_status() -> None:
     (request,) = spans["POST /v1/chat/completions"]
     assert facts(request)["http.response.status_code"] in (502, 503)
     assert request.status.code == ERROR
+
+
+def test_the_variables_of_the_sdk_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seen() -> Any:
+        return OtlpTraces("http://127.0.0.1:9")._provider.resource.attributes
+
+    assert (seen()["service.name"], "telemetry.sdk.version" in seen()) == ("kvcached", True)
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=left,host.name=h")
+    assert (seen()["service.name"], seen()["host.name"]) == ("left", "h")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "right")
+    assert seen()["service.name"] == "right"
 
 
 def test_a_collector_that_is_away_costs_no_answer(caplog: pytest.LogCaptureFixture) -> None:

@@ -123,14 +123,21 @@ def test_the_ceiling_is_that_of_the_card_that_allows_least_in_the_owners_bytes(w
     assert world.peers({"CARD-9": PAGE}).ceiling_bytes() is None
 
 
-def test_the_others_spare_what_they_keep_beyond_their_floors_on_the_card_with_most(world):
+def test_the_others_spare_what_they_keep_beyond_their_floors_on_the_card_that_is_short(world):
     world.add("mine", 0, 10, parked=10)
     world.add("mine", 1, 10, rank=1, parked=10)
     world.add("rich", 0, 40, parked=30, floor=25)
     world.add("at-its-floor", 0, 20, parked=20, floor=20)
-    world.add("busy", 1, 60, parked=5)
-    assert world.peers({"CARD-0": PAGE}).spare_bytes() == 15 * PAGE
-    assert world.peers({"CARD-0": PAGE, "CARD-1": PAGE // 4}).spare_bytes() == 20 * PAGE
+    world.add("poor", 0, 3, parked=3)
+    world.add("busy", 1, 60, parked=2)
+    assert world.peers({"CARD-0": PAGE}).spare_bytes() == 18 * PAGE
+    assert world.peers({"CARD-0": 4 * PAGE}).spare_bytes() == 3 * PAGE  # 15 are three whole pages of four, and 3 are none
+    peers = world.peers({"CARD-0": PAGE, "CARD-1": PAGE // 4})
+    assert peers.spare_bytes() == 0  # both cards have room
+    world.add("weights", 0, 27)
+    assert peers.spare_bytes() == 18 * PAGE
+    world.add("weights", 1, 30)
+    assert peers.spare_bytes() == 8 * PAGE  # what is spare on the one card does not help on the other
     assert world.peers({"CARD-9": PAGE}).spare_bytes() == 0
 
 

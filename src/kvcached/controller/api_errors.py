@@ -80,5 +80,12 @@ def refused(refusal: Refuse) -> ApiError:
     return ApiError(status, refusal.reason, refusal.why.value, None if status == 404 else refusal.retry_after_s)
 
 
+def without_reason(error: ApiError, model: str) -> ApiError:
+    """For a client that may use the model and no more."""
+    if error.code != Why.FAILED.value:
+        return error
+    return ApiError(error.status, f"{model} failed; who runs it finds the reason at /sleep/status", error.code, error.retry_after_s)
+
+
 def no_such_model(name: str) -> ApiError:
     return ApiError(404, f"The model {name!r} does not exist; GET /v1/models lists those that do.", "model_not_found", param="model")

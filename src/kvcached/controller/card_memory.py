@@ -21,11 +21,15 @@ class CardMemory:
     def __init__(self) -> None:
         self._samplers: dict[Path, Sampler] = {}
 
-    def look(self, run_dirs: Iterable[Path], leaders: Mapping[int, str]) -> list[dict[str, Any]]:
-        """`leaders`: the model of each process that leads a server's session. Pools of nobody of them have no model."""
+    def look(self, run_dirs: Iterable[Path], leaders: Mapping[int, str]) -> dict[str, Any]:
+        """`leaders`: the model of each process that leads a server's session. Pools of nobody of them have no model. `problems`: why
+        cards may be missing.
+        """
         known = self._samplers
         self._samplers = {path: known.get(path) or Sampler(path) for path in run_dirs}
-        return [_card(card, leaders) for sampler in self._samplers.values() for card in sampler.sample().cards]
+        samples = [sampler.sample() for sampler in self._samplers.values()]
+        cards = [_card(card, leaders) for sample in samples for card in sample.cards]
+        return {"cards": cards, "problems": [sample.problem for sample in samples if sample.problem]}
 
 
 def _card(card: CardSample, leaders: Mapping[int, str]) -> dict[str, Any]:

@@ -112,8 +112,7 @@ class Gateway:
 
     def _everything(self, request: web.Request) -> None:
         """Raises `ApiError` unless the key opens all models, or for a browser that somebody else's page makes ask."""
-        if is_foreign(request.headers):
-            raise ApiError(403, "This is not for pages of other sites.", "cross_site")
+        _refuse_foreign(request)
         if not self._config.api_keys and is_misled(request.headers, self._config.host_and_port[0]):
             raise ApiError(403, "Without `api_keys` this is for localhost only; to use another name, set `api_keys`.", "wrong_host")
         if self._access.models_of(request.headers) is not None:
@@ -143,6 +142,8 @@ class Gateway:
         if ".." in request.path.split("/"):
             raise ApiError(400, "The path climbs.", "invalid_path")
         self._access.models_of(request.headers)  # who has no key is told so before the body is read
+        if not self._config.api_keys:
+            _refuse_foreign(request)
         body = await request.read()
         word, given = self._named_model(request, body)
         name = self._resolve(word, request)
@@ -161,7 +162,9 @@ class Gateway:
         model = self._config.models[name]
         keep_alive_s = model.keep_alive_s if given is not None and given.get("stream") is True else None
         key = key_of(model.affinity, request.headers, given) if model.servers > 1 else ""
-        return await self._proxy.relay(request, Call(name, request.method, path, body, credentials, keep_alive_s, key))
+        in_full = self._access.models_of(request.headers) is None
+        call = Call(name, request.method, path, body, credentials, keep_alive_s, key, in_full)
+        return await self._proxy.relay(request, call)
 
     def _named_model(self, request: web.Request, body: bytes) -> tuple[str, dict[str, Any] | None]:
         """The name that a body has, and the body if it is JSON. With one model only, none is needed. Raises `ApiError` 400."""
@@ -178,6 +181,12 @@ class Gateway:
         if len(self._config.models) > 1:
             raise ApiError(400, "You must provide a model.", "model_missing", param="model")
         return next(iter(self._config.models))
+
+
+def _refuse_foreign(request: web.Request) -> None:
+    """A page of another site can make its reader's browser ask, though it cannot read the answer."""
+    if is_foreign(request.headers):
+        raise ApiError(403, "This is not for pages of other sites.", "cross_site")
 
 
 def _json_object(body: bytes) -> dict[str, Any]:

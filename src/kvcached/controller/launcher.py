@@ -7,6 +7,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
+from kvcached import processes
 from kvcached.controller.backends import BackendFailed, answers
 from kvcached.controller.choice import Replica
 from kvcached.controller.engine_command import command_of, environment_of
@@ -91,7 +92,7 @@ class EngineBackend:
         await asyncio.gather(*(self._until_ready(replica) for replica in self._replicas))
 
     async def _launch(self, number: int) -> None:
-        port = free_port()
+        port = free_port(besides={port_of(address) for address in self._processes})
         replica = Replica(f"http://127.0.0.1:{port}", up=False)
         title = self._name if self._model.replicas == 1 else f"{self._name}/{number}"
         command = command_of(self._name, self._model, port)
@@ -108,7 +109,7 @@ class EngineBackend:
 
     async def _until_ready(self, replica: Replica) -> None:
         process, port = self._processes[replica.address], port_of(replica.address)
-        while is_refused(port, process.tail) or not await answers(self._session, replica.address):
+        while not await self._answers(process, replica.address):
             if not process.running:
                 said = await process.last_words()
                 advice = advice_on(process.tail)
@@ -117,6 +118,12 @@ class EngineBackend:
                 raise BackendFailed(f"{process.title} found port {port} taken by another program; its next start gets another port")
             await asyncio.sleep(POLL_S)
         replica.up = True
+
+    async def _answers(self, process: EngineProcess, address: str) -> bool:
+        """It, and not a program that took its port before it could."""
+        if not await answers(self._session, address):
+            return False
+        return await asyncio.to_thread(processes.listens_in, process.pid, port_of(address))
 
     def _ended(self, replica: Replica, code: int) -> None:
         was_up, replica.up = replica.up, False

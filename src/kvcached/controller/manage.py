@@ -104,7 +104,7 @@ class Management:
         backends = self._owner.backends
         run_dirs = dict.fromkeys(path for backend in backends.values() if (path := backend.run_dir) is not None)
         leaders = {replica.pid: name for name, backend in backends.items() for replica in backend.replicas if replica.pid is not None}
-        return web.json_response({"cards": self._cards.look(run_dirs, leaders)})
+        return web.json_response(self._cards.look(run_dirs, leaders))
 
     async def _logs(self, request: web.Request) -> web.Response:
         """The last lines of a model's servers: `?most=200`, `?after=N` those that came since `next` was N. null: somebody else has them."""

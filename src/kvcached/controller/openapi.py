@@ -131,7 +131,9 @@ _OUR_PATHS: Final[dict[str, dict[str, Any]]] = {
             errors="400 401 403",
         )
     },
-    "/cards": {"get": _operation("What each card holds, by pools", _json("all cards", _object(cards=_list(_ref("Memory")))))},
+    "/cards": {
+        "get": _operation("What each card holds, by pools", _json("all cards", _object(cards=_list(_ref("Memory")), problems=_list(_TEXT))))
+    },
     "/logs/{model}": {
         "get": _operation(
             "The last lines of a model's servers",

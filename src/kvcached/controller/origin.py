@@ -17,12 +17,19 @@ def is_foreign(headers: Mapping[str, str]) -> bool:
     if said is not None:
         return said not in ("same-origin", "none")
     origin = headers.get("Origin")
-    return origin is not None and urlsplit(origin).netloc.lower() != headers.get("Host", "").lower()
+    return origin is not None and _netloc_of(origin) != headers.get("Host", "").lower()
 
 
 def is_misled(headers: Mapping[str, str], listen_host: str) -> bool:
     """Somebody's name leads to a loopback address: the browser takes this gateway for that somebody's own site."""
     return _is_loopback(listen_host) and not _is_loopback(_host_of(headers))
+
+
+def _netloc_of(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None
 
 
 def _host_of(headers: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, Status, StatusCode
@@ -37,7 +37,7 @@ class OtlpTraces(Traces):
 
     def __init__(self, collector: str) -> None:
         exporter = OTLPSpanExporter(endpoint=collector.rstrip("/") + _PATH, timeout=_TIMEOUT_S)
-        self._provider = TracerProvider(resource=Resource.create({"service.name": "kvcached"}), shutdown_on_exit=False)
+        self._provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("kvcached.controller")
 
@@ -49,6 +49,11 @@ class OtlpTraces(Traces):
 
     def close(self) -> None:
         self._provider.shutdown()
+
+
+def _resource() -> Resource:
+    """The variables that the SDK knows win, or two gateways could not be told apart."""
+    return Resource.create().merge(Resource({"service.name": "kvcached"})).merge(OTELResourceDetector().detect())
 
 
 class OtlpRequestTrace(RequestTrace):

@@ -14,7 +14,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
-from kvcached.controller.api_errors import ApiError
+from kvcached.controller.api_errors import ApiError, without_reason
 from kvcached.controller.choice import choose, failed, tried, worked
 from kvcached.controller.reply import HOP_BY_HOP, ClientGone, Reply, is_event_stream
 from kvcached.controller.traffic import Finished
@@ -40,7 +40,8 @@ _LOST: Final = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 class Call:
     """A client's request, ready to be sent.
 
-    `authorization`: headers that the model's server gets as credentials. `keep_alive_s`: see `Reply`. `key`: see `choose`.
+    `authorization`: headers that the model's server gets as credentials. `keep_alive_s`: see `Reply`. `key`: see `choose`. `in_full`: the
+    client may know why a model fails, which has addresses, and lines of logs.
     """
 
     model: str
@@ -50,6 +51,7 @@ class Call:
     authorization: Mapping[str, str]
     keep_alive_s: float | None = None
     key: str = ""
+    in_full: bool = True
 
 
 class _NothingSent(Exception):
@@ -80,11 +82,12 @@ class Proxy:
             trip.status = response.status
             ok = response.status < 500 and trip.complete
         except ApiError as error:
-            trip.status = error.status
+            said = error if call.in_full else without_reason(error, call.model)
+            trip.status = error.status if reply.begun is None else reply.begun.status
             refused = error.status in (404, 429, 503) and trip.replica is None
             if reply.begun is None:
-                raise
-            return await reply.fail(error)
+                raise said from None
+            return await reply.fail(said)
         finally:  # also where the client went away
             self._trips.discard(trip)
             trip.end(ok=ok, refused=refused)
@@ -97,7 +100,9 @@ class Proxy:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
             async with contextlib.AsyncExitStack() as stack:
                 with trip.trace.waiting():
+                    trip.waits = True
                     await stack.enter_async_context(self._owner.lease(call.model))
+                    trip.waits = False
                 trip.replica = choose(self._owner.backends[call.model].replicas, self._owner.now_s, call.key)
                 if trip.replica is None:
                     reason = "no server of it is up"
@@ -192,6 +197,7 @@ class _Trip:
         self.meter = Meter()
         self.replica: Replica | None = None
         self.status: int | None = None
+        self.waits = True
         self.complete = False
         self.broke = False
         self._traffic.asked(self.start_s, len(owner.fleet.models[call.model].waiting))
@@ -200,7 +206,7 @@ class _Trip:
         self._ttft_s = self._owner.now_s - self.start_s
 
     def facts(self) -> dict[str, Any]:
-        phase = "answering" if self._ttft_s is not None else "sent" if self.replica is not None else "waiting"
+        phase = "answering" if self._ttft_s is not None else "waiting" if self.waits else "sent"
         return {
             "model": self._call.model,
             "path": self._call.path_and_query.partition("?")[0],

@@ -24,7 +24,6 @@ _log = logging.getLogger("kvcached.controller")
 _NO_NEW_SERVER: Final = frozenset(
     {
         "aliases",
-        "upstream_key",
         "concurrency",
         "queue",
         "queue_timeout_s",

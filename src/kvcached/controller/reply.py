@@ -28,6 +28,7 @@ HOP_BY_HOP: Final = frozenset(
         "proxy-connection",
     }
 )
+_SHOWN: Final = frozenset({"text/html", "application/xhtml+xml", "image/svg+xml", "text/xml", "application/xml"})
 _COMMENT: Final = b": waiting for the model\n\n"
 _STREAM_HEADERS: Final = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
@@ -114,7 +115,11 @@ class Reply:
 
 
 def answer_headers(upstream: aiohttp.ClientResponse) -> CIMultiDict[str]:
-    return CIMultiDict((name, value) for name, value in upstream.headers.items() if name.lower() not in HOP_BY_HOP)
+    """What a browser would show is kept from acting in the gateway's name."""
+    headers = CIMultiDict((name, value) for name, value in upstream.headers.items() if name.lower() not in HOP_BY_HOP)
+    if upstream.content_type in _SHOWN:
+        headers["Content-Security-Policy"] = "sandbox"
+    return headers
 
 
 def is_event_stream(upstream: aiohttp.ClientResponse) -> bool:

@@ -219,8 +219,13 @@ class PoolOperations:
         return BytesAnswer(given_bytes=given_bytes)
 
     def _give_cached(self, wanted_bytes: int) -> int:
+        """What is on its way out already was given to whoever asked before, and is asked for again where that took long."""
         with self._locked() as pool:
-            spare_bytes = pool.counts().held_pages * pool.geometry.release_step_bytes - pool.limits.claimed_bytes
-            pages = pool.pages_over(min(wanted_bytes, max(0, spare_bytes)))
+            counts = pool.counts()
+            going_pages = counts.unmapping_pages + counts.retired_pages + counts.quarantined_pages
+            spare_bytes = (counts.held_pages - going_pages) * pool.geometry.release_step_bytes - pool.limits.claimed_bytes
+            pages = min(pool.pages_over(wanted_bytes) - counts.unmapping_pages, pool.pages_over(max(0, spare_bytes)))
+            if pages <= 0:
+                return 0
             pool.free_pages(pages, Eviction.PRESSURE)
         return self._pool.shrink(pages)

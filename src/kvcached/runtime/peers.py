@@ -72,13 +72,19 @@ class Peers:
         return min(ceilings, default=None)
 
     def spare_bytes(self) -> int:
-        """What the other pools hold parked or cached beyond their floors, as they last told, on the card where that is most."""
-        found = [0]
-        for snapshot in self._snapshots():
-            records, mine = self._records(snapshot)
-            spare = sum(_spare_bytes(record) for slot, record in enumerate(records) if slot != mine and record.kind == Kind.KV)
-            found.append(spare * self._page_bytes // self._page_bytes_by_card[snapshot.identity.uuid])
-        return max(found)
+        """What the other pools hold parked or cached beyond their floors, as they last told, in whole pages of this one, on the card that has
+        least; of several cards, those with room for a page are not short.
+        """
+        pages = [self._spare_pages(snapshot) for snapshot in self._snapshots() if not self._is_other_short(snapshot)]
+        return min(pages, default=0) * self._page_bytes
+
+    def _is_other_short(self, snapshot: CardSnapshot) -> bool:
+        return len(self._page_bytes_by_card) > 1 and snapshot.free_bytes >= self._page_bytes_by_card[snapshot.identity.uuid]
+
+    def _spare_pages(self, snapshot: CardSnapshot) -> int:
+        records, mine = self._records(snapshot)
+        others = [record for slot, record in enumerate(records) if slot != mine and record.kind == Kind.KV]
+        return sum(_spare_bytes(record) // self._page_bytes_by_card[snapshot.identity.uuid] for record in others)
 
     def _records(self, snapshot: CardSnapshot) -> tuple[list[Record], int]:
         """All live records by slot, and the slot of this pool, -1 when it is not there. Ranks that share a card count as one."""

@@ -131,7 +131,8 @@ class Server:
 
     def kill(self) -> None:
         """SIGKILL to every process at once."""
-        while pids := self.processes():  # again for those that one of them had just begun
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while (pids := self.processes()) and time.monotonic() < deadline:  # again for those that one of them had just begun
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ export class Logs {
   #model = null;
 
   constructor() {
-    byId("logs-model").addEventListener("change", () => this.look());
+    byId("logs-model").addEventListener("change", () => this.look().catch(() => {})); // the next look says what is wrong
   }
 
   offer(names) {
@@ -28,8 +28,9 @@ export class Logs {
     const model = byId("logs-model").value;
     if (!model) return;
     if (model !== this.#model) this.#begin(model);
-    const answer = await api.read(`logs/${encodeURIComponent(model)}?after=${this.#next}&most=200`);
-    if (model === this.#model) this.#show(answer);
+    const after = this.#next;
+    const answer = await api.read(`logs/${encodeURIComponent(model)}?after=${after}&most=200`);
+    if (model === this.#model && after === this.#next) this.#show(answer); // else another look has shown them
   }
 
   #begin(model) {

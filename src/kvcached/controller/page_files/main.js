@@ -43,7 +43,7 @@ async function look() {
   clearTimeout(timer);
   const problem = await lookOnce().catch((error) => error);
   looking = false;
-  if (problem?.status === 401) return askForKey();
+  if (problem?.status === 401) return askForKey("The API key is missing or wrong.");
   failures = problem ? failures + 1 : 0;
   setText(byId("connection"), problem ? (problem instanceof api.Refused ? problem.message : "nobody answers") : "connected");
   if (!document.hidden) timer = setTimeout(look, Math.min(LONGEST_PAUSE_MS, PAUSE_MS * 2 ** failures));
@@ -59,17 +59,18 @@ async function lookOnce() {
   await logs.look();
 }
 
-async function askForKey() {
+// `problem`: why it has to be asked for; without one it goes on as before when nothing is said.
+async function askForKey(problem) {
   if (asking) return;
   asking = true;
   clearTimeout(timer);
   const said = await ask("API key", "A key that opens all models opens this page. It is kept until this tab is closed.", { Use: "use" }, { label: "Key", type: "password" });
   if (said) api.keepKey(said.text);
-  else setText(byId("connection"), "The API key is missing or wrong.");
+  else if (problem) setText(byId("connection"), problem);
   asking = false;
-  if (said) look();
+  if (said || !problem) look();
 }
 
-byId("enter-key").addEventListener("click", askForKey);
+byId("enter-key").addEventListener("click", () => askForKey());
 document.addEventListener("visibilitychange", () => (document.hidden ? clearTimeout(timer) : look()));
 look();

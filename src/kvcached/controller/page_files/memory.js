@@ -13,8 +13,9 @@ export class Memory {
   #plots = new Map();
   #colours = new Map();
 
-  show({ cards }) {
-    byId("no-cards").hidden = cards.length > 0;
+  show({ cards, problems }) {
+    byId("no-cards").hidden = cards.length > 0 && !problems.length;
+    setText(byId("no-cards"), problems.join("; ") || "No elastic engine has opened a card yet.");
     for (const card of cards) this.#plot(card).show(card, performance.now());
     for (const [uuid, plot] of this.#plots) if (!cards.some((card) => card.uuid === uuid)) this.#remove(uuid, plot);
   }

@@ -87,10 +87,11 @@ class SchedulerMemory:
         self.pool.note_preemptions(len(scheduler_output.preempted_req_ids or ()))
 
     def rest_s(self, scheduler: Any, scheduler_output: Any) -> float:
-        """How long to wait before the next look: requests lack memory and none runs, so that only others can help. vLLM itself would look
-        again a thousand times a second, on their cores. Replicas of one engine step together, and none makes the others rest.
+        """How long to wait before the next look: requests lack memory, and only others can help, since none runs and no step is under way
+        whose end would free pages. vLLM itself would look again a thousand times a second, on their cores. Replicas of one engine step
+        together, and none makes the others rest.
         """
-        idle = not scheduler_output.total_num_scheduled_tokens and not scheduler.running
+        idle = not scheduler_output.total_num_scheduled_tokens and not scheduler.running and not self.pool.counts().retired_pages
         return self._rests.next_s(only_waits=idle and self._manager.kvcached_growth.was_refused() and not self._in_step_with_others)
 
     def step_operations(self) -> tuple[Op, ...]:

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pool gives when others press, while what it gave before is still on its way out."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvcached.core.geometry import BlockGeometry
+from kvcached.core.limits import Limits
+from kvcached.ranks.api import Outcome, Verdict, finished
+from kvcached.ranks.facts import MapperFacts
+from kvcached.runtime.keeper import Keeper, KeeperOptions
+from kvcached.runtime.operations import PoolOperations
+from kvcached.runtime.pool import Pool, PoolOptions
+
+if TYPE_CHECKING:
+    from kvcached.ranks.api import Report, Runs
+
+PAGE = 1 << 21
+GEOMETRY = BlockGeometry(PAGE, PAGE, PAGE, 32, 1, 32)
+
+
+class SlowPort:
+    """Maps at once; unmaps when the test says so."""
+
+    def __init__(self) -> None:
+        self.leaving: list[tuple[int, Future[Outcome]]] = []
+
+    def map(self, runs: Runs, *, urgent: bool) -> Future[Outcome]:
+        return finished(Outcome(Verdict.DONE))
+
+    def unmap(self, runs: Runs, after_step: int) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
+        self.leaving.append((sum(count for _, count in runs), future))
+        return future
+
+    def finish(self) -> None:
+        for pages, future in self.leaving:
+            future.set_result(Outcome(Verdict.DONE, size_bytes=pages * PAGE))
+        self.leaving.clear()
+
+    def trim(self) -> Future[Outcome]:
+        return finished(Outcome(Verdict.DONE))
+
+    def when_lost(self, tell: object) -> None: ...
+
+    def report(self, report: Report) -> None: ...
+
+
+class World:
+    """A pool of 20 cached blocks, each on its own page, above a floor of 14."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.port = SlowPort()
+        self.pool = Pool(GEOMETRY, self.port, Limits(32 * PAGE, floor_bytes=14 * PAGE), PoolOptions())  # type: ignore[arg-type]
+        keeper = Keeper(self.pool, KeeperOptions())
+        facts = MapperFacts(GEOMETRY, 0, "CARD", 32 * PAGE)
+        self.operations = PoolOperations(self.pool, keeper, facts, instance="chat", name="chat")
+        shrink = self.pool.shrink
+        monkeypatch.setattr(self.pool, "shrink", lambda pages, **_: shrink(pages, deadline_s=0.01))
+        self.ids = [block for first, count in self.pool.take(20) for block in range(first, first + count)]
+
+    def cache(self) -> None:
+        self.pool.give_cached(self.ids, 0, 1)
+        self.pool.advance(0)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def test_who_asks_again_because_it_took_long_does_not_get_it_twice(world: World) -> None:
+    world.cache()
+    assert world.operations.pressure(4 * PAGE).given_bytes == 0
+    assert world.pool.counts().cached_blocks == 16
+    for _ in range(5):
+        assert world.operations.pressure(4 * PAGE).given_bytes == 0
+    assert (world.pool.counts().cached_blocks, [pages for pages, _ in world.port.leaving]) == (16, [4])
+    world.port.finish()
+    assert world.operations.pressure(4 * PAGE).given_bytes == 0
+    assert world.pool.counts().cached_blocks == 14
+
+
+def test_a_floor_of_cached_blocks_stays_however_often_others_ask(world: World) -> None:
+    world.cache()
+    for wanted in (2, 4, 6, 8, 20, 20):
+        world.operations.pressure(wanted * PAGE)
+    assert world.pool.counts().cached_blocks == 14
+    world.port.finish()
+    world.operations.pressure(20 * PAGE)
+    assert world.pool.counts().cached_blocks == 14
+
+
+def test_pages_behind_a_step_do_not_count_as_what_stays(world: World) -> None:
+    kept, going = world.ids[:16], world.ids[16:]
+    world.pool.give_cached(kept, 0, 1)
+    world.pool.advance(0)
+    world.pool.give([(block, 1) for block in going], 5)
+    world.operations.pressure(20 * PAGE)
+    assert world.pool.counts().cached_blocks == 14
