@@ -72,8 +72,8 @@ class Peers:
         return min(ceilings, default=None)
 
     def spare_bytes(self) -> int:
-        """What the other pools hold parked or cached beyond their floors, as they last told, in whole pages of this one, on the card that has
-        least; of several cards, those with room for a page are not short.
+        """What the other pools hold parked or cached beyond their floors, as they last told, in whole pages of this one, on the card with
+        least of it; of several cards, those with room for a page are not short.
         """
         pages = [self._spare_pages(snapshot) for snapshot in self._snapshots() if not self._is_other_short(snapshot)]
         return min(pages, default=0) * self._page_bytes
