@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcached.controller.config import ApiKey, Model, ServeConfig, json_schema, load_config, parse_config, secret
+from kvcached.controller.reload import needs_new_server
 from kvcached.errors import SettingError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,3 +202,13 @@ def test_the_schema_has_every_key_and_its_meaning() -> None:
     properties = schema["$defs"]["Model"]["properties"]
     assert set(properties) == set(Model.model_fields)
     assert all("description" in value for value in properties.values())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "needs"),
+    [("upstream_key", "another", True), ("ttl_s", 9.0, False), ("aliases", ["more"], False), ("weights", 1, True)],
+)
+def test_what_a_models_servers_have_to_know_makes_new_ones(key: str, value: object, needs: bool) -> None:
+    old, new = (parse_config(one(**keys)).models["chat"] for keys in ({}, {key: value}))
+    assert needs_new_server(old, new) is needs
+    assert not needs_new_server(old, old)
