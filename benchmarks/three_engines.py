@@ -99,7 +99,7 @@ def page(figures: dict[str, Any], passed: bool, today: str) -> str:
     lines = [
         f"# Three engines on one card, {today}",
         "",
-        f"`benchmarks/three_engines.py`; {machine}. The test {'passed' if passed else 'FAILED'}.",
+        f"`benchmarks/three_engines.py`; {machine}. What has to hold {'held' if passed else 'did NOT hold'}.",
         "",
         *table(["measured", ""], summary(figures)),
         "",

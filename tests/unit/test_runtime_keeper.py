@@ -335,6 +335,7 @@ def test_the_keeper_of_a_pool_that_has_failed_adds_no_error_of_its_own(known, le
     with caplog.at_level(logging.INFO, "kvcached"):
         world.keeper._run()
     assert [(record.levelno, "rank 1 is gone" in record.message) for record in caplog.records] == [(level, True)]
+    assert "rank 1 is gone" in str(world.pool.failed)
 
 
 def test_a_failure_in_the_thread_reaches_the_next_caller():

@@ -102,7 +102,7 @@ class Gateway:
 
     async def _model(self, request: web.Request) -> web.Response:
         word = request.match_info["model"]
-        self._resolve(word, request)
+        self._resolve(word, self._access.models_of(request.headers))
         return web.json_response(self._card_of(word))
 
     def _card_of(self, word: str) -> dict[str, Any]:
@@ -118,9 +118,8 @@ class Gateway:
         if self._access.models_of(request.headers) is not None:
             raise ApiError(403, "This API key opens models only.", "not_allowed")
 
-    def _resolve(self, word: str, request: web.Request) -> str:
-        """The model that a name or alias stands for. Raises `ApiError` 401, 403 or 404."""
-        opened = self._access.models_of(request.headers)
+    def _resolve(self, word: str, opened: frozenset[str] | None) -> str:
+        """The model that a name or alias stands for, if it is among those that are open; None: all are. Raises `ApiError` 403 or 404."""
         name = self._names.get(word)
         if name is None or name not in self._owner.fleet.models:
             raise no_such_model(word)
@@ -134,35 +133,34 @@ class Gateway:
         """`/upstream/NAME/PATH`: PATH of that model's server, with any method. It can do whatever the server can."""
         self._everything(request)
         body = await request.read()
-        name = self._resolve(request.match_info["name"], request)
+        name = self._resolve(request.match_info["name"], None)
         path = "/" + "".join(request.rel_url.raw_path_qs.split("/", 3)[3:])  # not `raw_path`, which may be a whole address
         return await self._relay(request, name, path, body)
 
     async def _to_model(self, request: web.Request) -> web.StreamResponse:
         if ".." in request.path.split("/"):
             raise ApiError(400, "The path climbs.", "invalid_path")
-        self._access.models_of(request.headers)  # who has no key is told so before the body is read
+        opened = self._access.models_of(request.headers)  # who has no key is told so before the body is read
         if not self._config.api_keys:
             _refuse_foreign(request)
         body = await request.read()
         word, given = self._named_model(request, body)
-        name = self._resolve(word, request)
+        name = self._resolve(word, opened)
         upstream = self._config.models[name].upstream_name(name)
         if given is None:
             match = _FORM_MODEL.search(body)
             body = body if match is None else body[: match.start(1)] + upstream.encode() + body[match.end(1) :]
         elif given.get("model", upstream) != upstream:
             body = json.dumps({**given, "model": upstream}).encode()
-        return await self._relay(request, name, request.rel_url.raw_path_qs, body, given)
+        return await self._relay(request, name, request.rel_url.raw_path_qs, body, given, in_full=opened is None)
 
     async def _relay(
-        self, request: web.Request, name: str, path: str, body: bytes, given: dict[str, Any] | None = None
+        self, request: web.Request, name: str, path: str, body: bytes, given: dict[str, Any] | None = None, *, in_full: bool = True
     ) -> web.StreamResponse:
         credentials = self._access.upstream_headers(name, request.headers)
         model = self._config.models[name]
         keep_alive_s = model.keep_alive_s if given is not None and given.get("stream") is True else None
         key = key_of(model.affinity, request.headers, given) if model.servers > 1 else ""
-        in_full = self._access.models_of(request.headers) is None
         call = Call(name, request.method, path, body, credentials, keep_alive_s, key, in_full)
         return await self._proxy.relay(request, call)
 

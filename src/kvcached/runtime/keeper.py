@@ -101,8 +101,10 @@ class Keeper:
                 return
             try:
                 self.tick()
-            except StateUnknown as error:  # whoever failed the pool has told the reason as an error
-                _log.log(logging.INFO if self._pool.failed else logging.ERROR, "the keeper stops: %s", error)
+            except StateUnknown as error:
+                known = self._pool.failed is not None  # then whoever failed the pool has told the reason as an error
+                _log.log(logging.INFO if known else logging.ERROR, "the keeper stops: %s", error)
+                self._pool.fail(str(error))
                 return
             except BaseException as error:  # raised again: a pool whose keeper died must not look healthy
                 self._pool.fail(f"the keeper met {type(error).__name__}: {error}")
