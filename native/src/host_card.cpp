@@ -18,6 +18,7 @@ namespace kvc {
 namespace {
 
 constexpr uint64_t kMagic = 0x31504143'43564bULL; // "KVCCAP1"
+constexpr const char *kOfAnother = ": ask for that, or end its users and delete its folder (KVCACHED_HOST_DIR)";
 constexpr off_t kTurnByte = 0;
 constexpr off_t kFirstSlot = 4096;
 constexpr uint64_t kDefaultGranularity = uint64_t{2} << 20;
@@ -180,9 +181,9 @@ kvc_error HostCard::agree(const kvc_device_options &options) {
 
 kvc_error HostCard::check(const kvc_device_options &options) const {
   if (options.host_granularity != 0 && options.host_granularity != granularity_)
-    return refused("host_granularity", "%" PRIu64 " asked for, the card was made with %" PRIu64, options.host_granularity, granularity_);
+    return refused("host_granularity", "%" PRIu64 " asked for, the card was made with %" PRIu64 "%s", options.host_granularity, granularity_, kOfAnother);
   if (options.host_capacity != 0 && options.host_capacity / granularity_ != slots_)
-    return refused("host_capacity", "%" PRIu64 " bytes asked for, the card was made with %" PRIu64, options.host_capacity, capacity());
+    return refused("host_capacity", "%" PRIu64 " bytes asked for, the card was made with %" PRIu64 "%s", options.host_capacity, capacity(), kOfAnother);
   return success();
 }
 

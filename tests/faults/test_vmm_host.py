@@ -163,3 +163,9 @@ def test_work_in_flight_that_reads_other_bytes_is_caught(device: NativeDevice) -
     with pytest.raises(ValueError, match="marker 0 after 1"):
         stream.submit(0, arena.base_address, 4)
     arena.close()
+
+
+def test_who_asks_for_another_size_is_told_what_to_do(tmp_path: Path) -> None:
+    open_device("host", 0, host_capacity_bytes=CAPACITY_BYTES, host_dir=tmp_path).close()
+    with pytest.raises(Misuse, match=rf"{2 * CAPACITY_BYTES} bytes .* {CAPACITY_BYTES}: ask for that, or end its users"):
+        open_device("host", 0, host_capacity_bytes=2 * CAPACITY_BYTES, host_dir=tmp_path)
