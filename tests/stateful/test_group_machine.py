@@ -13,7 +13,8 @@ from kvcached.core.geometry import BlockGeometry
 from kvcached.core.limits import Limits
 from kvcached.errors import PoolExhausted
 from kvcached.ranks.group import RankGroup
-from kvcached.runtime.pool import Pool, PoolOptions, must_be_consistent
+from kvcached.runtime.pool import Pool, PoolOptions
+from kvcached.testing.consistency import must_be_consistent
 from kvcached.testing.ranks import HELLO, FakeRank
 from kvcached.units import MIB
 from kvcached.vmm.api import Call

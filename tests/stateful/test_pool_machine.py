@@ -13,7 +13,8 @@ from kvcached.errors import PoolExhausted
 from kvcached.ranks.facts import MapperFacts
 from kvcached.runtime.keeper import Keeper, KeeperOptions
 from kvcached.runtime.mapper import Mapper
-from kvcached.runtime.pool import Pool, PoolOptions, must_be_consistent
+from kvcached.runtime.pool import Pool, PoolOptions
+from kvcached.testing.consistency import must_be_consistent
 from kvcached.units import MIB
 from kvcached.vmm.api import ArenaConfig, Call
 from kvcached.vmm.fake import FakeDevice

@@ -12,7 +12,8 @@ from kvcached.core.limits import Limits
 from kvcached.core.tally import Eviction, Tally, cumulative
 from kvcached.errors import Misuse, PeerLost, PeerRefused, PeerTimeout, PoolExhausted, StateUnknown
 from kvcached.ranks.api import Outcome, Verdict, finished
-from kvcached.runtime.pool import Pool, PoolOptions, must_be_consistent
+from kvcached.runtime.pool import Pool, PoolOptions
+from kvcached.testing.consistency import must_be_consistent
 from kvcached.units import MIB
 
 PAGE = 2 * MIB

@@ -17,6 +17,9 @@ from kvcached.runtime.operations import PoolOperations
 from kvcached.runtime.pool import Pool, PoolOptions
 
 if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
+
     from kvcached.ranks.api import Report, Runs
 
 PAGE = 1 << 21
@@ -24,9 +27,10 @@ GEOMETRY = BlockGeometry(PAGE, PAGE, PAGE, 32, 1, 32)
 
 
 class SlowPort:
-    """Maps at once; unmaps when the test says so."""
+    """Maps at once; unmaps when the test says so, or `at_once`."""
 
     def __init__(self) -> None:
+        self.at_once = False
         self.leaving: list[tuple[int, Future[Outcome]]] = []
 
     def map(self, runs: Runs, *, urgent: bool) -> Future[Outcome]:
@@ -35,6 +39,8 @@ class SlowPort:
     def unmap(self, runs: Runs, after_step: int) -> Future[Outcome]:
         future: Future[Outcome] = Future()
         self.leaving.append((sum(count for _, count in runs), future))
+        if self.at_once:
+            self.finish()
         return future
 
     def finish(self) -> None:
@@ -56,16 +62,43 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.port = SlowPort()
         self.pool = Pool(GEOMETRY, self.port, Limits(32 * PAGE, floor_bytes=14 * PAGE), PoolOptions())  # type: ignore[arg-type]
-        keeper = Keeper(self.pool, KeeperOptions())
+        self.keeper = Keeper(self.pool, KeeperOptions())
         facts = MapperFacts(GEOMETRY, 0, "CARD", 32 * PAGE)
-        self.operations = PoolOperations(self.pool, keeper, facts, instance="chat", name="chat")
-        shrink = self.pool.shrink
-        monkeypatch.setattr(self.pool, "shrink", lambda pages, **_: shrink(pages, deadline_s=0.01))
+        self.operations = PoolOperations(self.pool, self.keeper, facts, instance="chat", name="chat")
+        unmap = self.pool.unmap
+        monkeypatch.setattr(self.pool, "unmap", lambda planned, *_: unmap(planned, 0.01))
         self.ids = [block for first, count in self.pool.take(20) for block in range(first, first + count)]
 
     def cache(self) -> None:
         self.pool.give_cached(self.ids, 0, 1)
         self.pool.advance(0)
+
+
+class WaitedFor:
+    """A lock for which another thread waits: `waiter` has it between two callers of the pool's."""
+
+    def __init__(self, lock: threading.RLock, waiter: Callable[[], None]) -> None:
+        self._lock = lock
+        self._waiter: Callable[[], None] | None = waiter
+        self._depth = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        self._depth += 1
+        return self._lock.acquire(blocking, timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+        self._depth -= 1
+        if not self._depth and self._waiter is not None:
+            waiter, self._waiter = self._waiter, None
+            waiter()
+            self._waiter = waiter
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 @pytest.fixture
@@ -102,3 +135,17 @@ def test_pages_behind_a_step_do_not_count_as_what_stays(world: World) -> None:
     world.pool.give([(block, 1) for block in going], 5)
     world.operations.pressure(20 * PAGE)
     assert world.pool.counts().cached_blocks == 14
+
+
+@pytest.mark.parametrize("order", ["evict", "pressure", "trim"])
+def test_what_was_asked_for_is_counted_though_an_idle_pools_keeper_would_give_it_back_too(world: World, order: str) -> None:
+    world.port.at_once = True
+    world.keeper.tick()
+    world.pool.shrink(32)
+    world.cache()
+    if order == "trim":
+        world.pool.free_pages(4)
+    world.keeper.rest()
+    world.pool.lock = world.pool._work._lock = WaitedFor(world.pool.lock, world.keeper.tick)  # type: ignore[assignment, arg-type]
+    assert getattr(world.operations, order)(4 * PAGE).given_bytes == 4 * PAGE
+    assert world.pool.counts().held_pages == 16

@@ -166,8 +166,7 @@ class Keeper:
         self._pool.shrink(over)
         over = self._pool.overage_pages()
         if over > 0:
-            self._pool.free_pages(over, Eviction.LIMIT)
-            self._pool.shrink(over)
+            self._pool.unmap(self._pool.plan_shrink(over, evict=Eviction.LIMIT))
         self._pool.trim_handles()
 
     def _keep_reserve(self, now: float) -> None:

@@ -186,17 +186,16 @@ class PoolOperations:
 
     def trim(self, size_bytes: int | None = None) -> BytesAnswer:
         with self._locked() as pool:
-            pages = pool.geometry.pages if size_bytes is None else pool.pages_over(size_bytes)
-        self._keeper.rest()  # or it would fill the reserve again at once
-        given_bytes = self._pool.shrink(pages) + self._pool.trim_handles()
+            self._keeper.rest()  # or it would fill the reserve again at once
+            leaving = pool.plan_shrink(pool.geometry.pages if size_bytes is None else pool.pages_over(size_bytes))
+        given_bytes = self._pool.unmap(leaving) + self._pool.trim_handles()
         self._pool.report()
         return BytesAnswer(given_bytes=given_bytes)
 
     def evict(self, size_bytes: int) -> BytesAnswer:
         with self._locked() as pool:
-            pages = pool.pages_over(size_bytes)
-            pool.free_pages(pages)
-        given_bytes = self._pool.shrink(pages)
+            leaving = pool.plan_shrink(pool.pages_over(size_bytes), evict=Eviction.ASKED)
+        given_bytes = self._pool.unmap(leaving)
         self._pool.report()
         return BytesAnswer(given_bytes=given_bytes)
 
@@ -209,8 +208,8 @@ class PoolOperations:
     def pressure(self, wanted_bytes: int) -> BytesAnswer:
         """Parked pages at once, then cached blocks as far as the pool stays at or above its floor."""
         with self._locked(_PRESSURE_LOCK_TIMEOUT_S) as pool:
-            pages = pool.pages_over(wanted_bytes)
-        given_bytes = self._pool.shrink(pages) + self._pool.trim_handles()
+            leaving = pool.plan_shrink(pool.pages_over(wanted_bytes))
+        given_bytes = self._pool.unmap(leaving) + self._pool.trim_handles()
         if given_bytes < wanted_bytes:
             given_bytes += self._give_cached(wanted_bytes - given_bytes)
         self._pool.report()
@@ -227,5 +226,5 @@ class PoolOperations:
             pages = min(pool.pages_over(wanted_bytes) - counts.unmapping_pages, pool.pages_over(max(0, spare_bytes)))
             if pages <= 0:
                 return 0
-            pool.free_pages(pages, Eviction.PRESSURE)
-        return self._pool.shrink(pages)
+            leaving = pool.plan_shrink(pages, evict=Eviction.PRESSURE)
+        return self._pool.unmap(leaving)

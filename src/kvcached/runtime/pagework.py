@@ -7,7 +7,7 @@ import threading
 import time
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcached.core.plans import GrowPlan, ShrinkPlan
 from kvcached.errors import Misuse, StateUnknown
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 
     from kvcached.core.ledger import Ledger
     from kvcached.ranks.api import MapperPort
+
+
+class Unmapping(NamedTuple):
+    """What is parked was emptied at or before `after_step`."""
+
+    plan: ShrinkPlan
+    after_step: int
 
 
 class PageWork:
@@ -59,16 +66,17 @@ class PageWork:
             return None
         return self._wait(self._perform(plan, lambda: self._port.map(plan.runs, urgent=urgent)), deadline)
 
-    def unmap(self, pages: int, *, keep_parked: int, deadline: float) -> Outcome | None:
-        """Unmap up to `pages` parked pages in whole runs, leaving `keep_parked`. None when there are none or no answer came in time."""
+    def plan_unmap(self, pages: int, keep_parked: int) -> Unmapping:
+        """Up to `pages` parked pages in whole runs, leaving `keep_parked`. They count as on their way out until `unmap` has ended."""
         with self._lock:
             self.refuse()
             self.settle()
-            plan = self._ledger.plan_shrink(pages, keep_parked=keep_parked)
-            after_step = self._ledger.completed_marker  # what is parked was emptied at or before it
-        if not plan.runs:
-            return None
-        return self._wait(self._perform(plan, lambda: self._port.unmap(plan.runs, after_step)), deadline)
+            return Unmapping(self._ledger.plan_shrink(pages, keep_parked=keep_parked), self._ledger.completed_marker)
+
+    def unmap(self, planned: Unmapping, deadline: float) -> Outcome | None:
+        """None when no pages were planned or no answer came in time."""
+        plan, after_step = planned
+        return self._wait(self._perform(plan, lambda: self._port.unmap(plan.runs, after_step)), deadline) if plan.runs else None
 
     def await_unmaps(self, deadline: float) -> bool:
         """Whether pages that were on their way out are gone now: what they held can be had again."""

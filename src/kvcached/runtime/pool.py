@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Final
 from kvcached.core.ledger import Ledger
 from kvcached.core.pages import NO_MARKER
 from kvcached.core.tally import Eviction, Tally
-from kvcached.errors import InvariantBroken, KVCachedError, Misuse, PeerRefused, PeerTimeout, PoolExhausted, StateUnknown
+from kvcached.errors import Misuse, PeerRefused, PeerTimeout, PoolExhausted, StateUnknown
 from kvcached.ranks.api import LimitsRequest, MapperPort, MapperStatus, MapperTally, Outcome, Report, Verdict
 from kvcached.runtime.forking import OrphanedLock, in_forked_child
-from kvcached.runtime.pagework import PageWork
+from kvcached.runtime.pagework import PageWork, Unmapping
 from kvcached.runtime.pool_options import PoolOptions
-from kvcached.units import ceil_div
+from kvcached.units import ceil_div, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -73,7 +73,7 @@ class Pool:
         self._port = port
         self._press = press
         self._step_bytes = geometry.release_step_bytes
-        self._ledger = Ledger(geometry, limit_pages=self._pages_within(limits.limit_bytes))
+        self._ledger = Ledger(geometry, limit_pages=limits.limit_bytes // self._step_bytes)
         self.available, self.missing, self.reachable = self._ledger.available, self._ledger.missing, self._ledger.reachable
         self._work = PageWork(
             self._ledger, port, self.lock, large_run_pages=self.options.large_run_pages, stranded_fraction=self.options.stranded_fraction
@@ -108,7 +108,7 @@ class Pool:
 
     def max_blocks(self) -> int:
         """Blocks that the pool can ever hold at the same time: by its limit, its range, and what others on the card never give up."""
-        pages = min(self.geometry.pages, self._pages_within(min(self.limits.limit_bytes, self.ceiling_bytes)))
+        pages = min(self.geometry.pages, min(self.limits.limit_bytes, self.ceiling_bytes) // self._step_bytes)
         return min(self.geometry.usable_blocks, pages * self.geometry.max_blocks_per_page)
 
     def take(self, blocks: int) -> Ranges:
@@ -273,10 +273,22 @@ class Pool:
     def _pages_for(self, blocks: int) -> int:
         return ceil_div(blocks, self.geometry.max_blocks_per_page)
 
+    def plan_shrink(self, pages: int, *, keep_parked: int = 0, evict: Eviction | None = None) -> Unmapping:
+        """Set up to `pages` parked pages, in whole runs, aside for `unmap`, leaving `keep_parked`. Where there is a reason to `evict`,
+        those that `free_pages` empties are among them: nobody else can take them first."""
+        with self.lock:
+            if evict is not None:
+                self.free_pages(pages, evict)
+            return self._work.plan_unmap(pages, keep_parked)
+
+    def unmap(self, planned: Unmapping, deadline_s: float = 1.0) -> int:
+        """Unmap what was set aside. Returns the bytes given back within the deadline."""
+        outcome = self._work.unmap(planned, time.monotonic() + deadline_s)
+        return outcome.size_bytes if outcome is not None and outcome.verdict is Verdict.DONE else 0
+
     def shrink(self, pages: int, *, keep_parked: int = 0, deadline_s: float = 1.0) -> int:
         """Unmap up to `pages` parked pages in whole runs, leaving `keep_parked`. Returns the bytes given back within the deadline."""
-        outcome = self._work.unmap(pages, keep_parked=keep_parked, deadline=time.monotonic() + deadline_s)
-        return outcome.size_bytes if outcome is not None and outcome.verdict is Verdict.DONE else 0
+        return self.unmap(self.plan_shrink(pages, keep_parked=keep_parked), deadline_s)
 
     def free_pages(self, pages: int, why: Eviction = Eviction.ASKED) -> None:
         """Evict cached blocks so that about `pages` whole pages become empty, at the least cost."""
@@ -298,9 +310,6 @@ class Pool:
         return self._work.failed
 
     # ------------------------------------------------------------------ limits and sight
-
-    def _pages_within(self, limit_bytes: int) -> int:
-        return limit_bytes // self._step_bytes
 
     def set_limits(self, limits: Limits, deadline_s: float = 1.0) -> None:
         """Replace limit, floor and weight, in the card's record and here. Nothing owned is taken; the keeper brings the pool below a
@@ -325,7 +334,7 @@ class Pool:
             self._adopt_limits(limits)
 
     def _adopt_limits(self, limits: Limits) -> None:
-        self._ledger.set_limit(self._pages_within(limits.limit_bytes), limits.revision)
+        self._ledger.set_limit(limits.limit_bytes // self._step_bytes, limits.revision)
         self.limits = limits
 
     def _settle_late_limits(self) -> None:
@@ -380,21 +389,10 @@ class Pool:
     def _why_exhausted(self, blocks: int) -> str:
         counts = self._ledger.counts()
         if counts.held_pages >= counts.limit_pages or self.obtainable() < blocks:
-            return f"the pool is at its limit of {min(self.limits.limit_bytes, self.geometry.range_bytes)} bytes"
+            return f"the pool is at its limit of {format_size(min(self.limits.limit_bytes, self.geometry.range_bytes))}"
         return f"the card grants no more memory just now: {self._last_refusal or 'the mapper has not answered in time'}"
 
     def close(self) -> None:
         """Give everything back. A second call does nothing."""
         if self._work.close():
             self._port.close()
-
-
-def must_be_consistent(pool: Pool) -> None:
-    """Raise `InvariantBroken` when the ledger's own checks fail. For tests and for `doctor`."""
-    from kvcached.core.invariants import check
-
-    with pool.lock:
-        try:
-            check(pool.ledger)
-        except KVCachedError as error:
-            raise InvariantBroken(f"the ledger is wrong: {error}") from error

@@ -20,7 +20,7 @@ from kvcached.core.blocks import BlockState
 from kvcached.engines.vllm.block_pool import ElasticBlockPool
 from kvcached.engines.vllm.steps import Steps
 from kvcached.errors import PoolExhausted
-from kvcached.runtime.pool import must_be_consistent
+from kvcached.testing.consistency import must_be_consistent
 from kvcached.units import KIB, MIB
 
 BLOCKS = 600

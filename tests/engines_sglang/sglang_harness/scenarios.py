@@ -411,7 +411,7 @@ def books(release: Release, case: Case) -> dict[str, Any]:
     from kvcached.engines.sglang.bank import PageBank
     from kvcached.errors import InvariantBroken, PoolExhausted
     from kvcached.runtime.api import open_card
-    from kvcached.runtime.pool import must_be_consistent
+    from kvcached.testing.consistency import must_be_consistent
 
     draw = random.Random(1)
     with open_card("host:0") as card, card.open_pool("books", block_bytes=4096, blocks=257, limit="512KiB") as elastic:
