@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from typing import TYPE_CHECKING
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,7 +19,6 @@ from kvcached.runtime.operations import PoolOperations
 from kvcached.runtime.pool import Pool, PoolOptions
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable
 
     from kvcached.ranks.api import Report, Runs
@@ -27,10 +28,12 @@ GEOMETRY = BlockGeometry(PAGE, PAGE, PAGE, 32, 1, 32)
 
 
 class SlowPort:
-    """Maps at once; unmaps when the test says so, or `at_once`."""
+    """Maps at once; unmaps when the test says so, or `at_once`. `keeps` the handles until it is trimmed."""
 
     def __init__(self) -> None:
         self.at_once = False
+        self.keeps = False
+        self.kept_pages = 0
         self.leaving: list[tuple[int, Future[Outcome]]] = []
 
     def map(self, runs: Runs, *, urgent: bool) -> Future[Outcome]:
@@ -45,11 +48,13 @@ class SlowPort:
 
     def finish(self) -> None:
         for pages, future in self.leaving:
-            future.set_result(Outcome(Verdict.DONE, size_bytes=pages * PAGE))
+            self.kept_pages += pages if self.keeps else 0
+            future.set_result(Outcome(Verdict.DONE, size_bytes=0 if self.keeps else pages * PAGE))
         self.leaving.clear()
 
     def trim(self) -> Future[Outcome]:
-        return finished(Outcome(Verdict.DONE))
+        pages, self.kept_pages = self.kept_pages, 0
+        return finished(Outcome(Verdict.DONE, size_bytes=pages * PAGE))
 
     def when_lost(self, tell: object) -> None: ...
 
@@ -135,6 +140,52 @@ def test_pages_behind_a_step_do_not_count_as_what_stays(world: World) -> None:
     world.pool.give([(block, 1) for block in going], 5)
     world.operations.pressure(20 * PAGE)
     assert world.pool.counts().cached_blocks == 14
+
+
+@pytest.mark.parametrize("order", ["evict", "pressure"])
+def test_handles_of_what_was_evicted_are_not_kept_for_reuse_but_given(world: World, order: str) -> None:
+    world.port.at_once = world.port.keeps = True
+    world.cache()
+    assert getattr(world.operations, order)(4 * PAGE).given_bytes == 4 * PAGE
+    assert world.port.kept_pages == 0
+
+
+def test_who_asks_waits_for_the_step_that_still_reads_what_was_evicted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcached.runtime.operations._STEP_WAIT_S", 60.0)
+    world.port.at_once = True
+    world.pool.give_cached(world.ids, 7, 1)
+    asked = ThreadPoolExecutor(1).submit(world.operations.pressure, 4 * PAGE)
+    while world.pool.counts().retired_pages < 4:
+        time.sleep(0.001)
+    assert world.pool.counts().held_pages == 20
+    world.pool.advance(7)
+    assert asked.result(60).given_bytes == 4 * PAGE
+    assert (world.pool.counts().held_pages, world.pool.counts().cached_blocks) == (16, 16)
+
+
+def test_who_asks_does_not_wait_where_no_step_has_anything(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcached.runtime.operations._STEP_WAIT_S", float("inf"))
+    world.port.at_once = True
+    world.cache()
+    assert world.operations.pressure(20 * PAGE).given_bytes == 6 * PAGE  # the rest is its floor
+
+
+def test_what_was_given_is_told_though_the_engine_has_no_time_for_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines that press each other hold their pools meanwhile."""
+    world.port.at_once = True
+    world.pool.give([(block, 1) for block in world.ids[:2]])
+    unmap = world.pool.unmap
+    busy = threading.Thread(target=lambda: world.pool.lock.acquire())
+
+    def unmap_and_be_busy(planned: Any, *_: object) -> int:
+        given_bytes = unmap(planned)
+        busy.start()
+        busy.join()
+        return given_bytes
+
+    monkeypatch.setattr(world.pool, "unmap", unmap_and_be_busy)
+    monkeypatch.setattr(world.pool, "report", lambda: None)
+    assert world.operations.pressure(4 * PAGE).given_bytes == 2 * PAGE
 
 
 @pytest.mark.parametrize("order", ["evict", "pressure", "trim"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -27,10 +28,13 @@ if TYPE_CHECKING:
     from kvcached.core.limits import Limits
     from kvcached.ranks.facts import MapperFacts
     from kvcached.runtime.keeper import Keeper
+    from kvcached.runtime.pagework import Unmapping
     from kvcached.runtime.pool import Pool
 
 _LOCK_TIMEOUT_S: Final = 1.0
 _PRESSURE_LOCK_TIMEOUT_S: Final = 0.05  # an engine that is busy for longer is growing itself, perhaps by pressing the asker
+_STEP_WAIT_S: Final = 0.1  # a step of the giver's costs the asker less than computing a request again would
+_STEP_POLL_S: Final = 0.002
 _STATUS_TIMEOUT_S: Final = 1.0
 _TALLY_TIMEOUT_S: Final = 0.2  # the pool's own numbers do not wait longer for those of its ranks
 
@@ -188,16 +192,21 @@ class PoolOperations:
         with self._locked() as pool:
             self._keeper.rest()  # or it would fill the reserve again at once
             leaving = pool.plan_shrink(pool.geometry.pages if size_bytes is None else pool.pages_over(size_bytes))
-        given_bytes = self._pool.unmap(leaving) + self._pool.trim_handles()
-        self._pool.report()
-        return BytesAnswer(given_bytes=given_bytes)
+        return self._answer_with(leaving)
 
     def evict(self, size_bytes: int) -> BytesAnswer:
         with self._locked() as pool:
             leaving = pool.plan_shrink(pool.pages_over(size_bytes), evict=Eviction.ASKED)
-        given_bytes = self._pool.unmap(leaving)
+        return self._answer_with(leaving)
+
+    def _answer_with(self, leaving: Unmapping) -> BytesAnswer:
+        given_bytes = self._give_back(leaving)
         self._pool.report()
         return BytesAnswer(given_bytes=given_bytes)
+
+    def _give_back(self, leaving: Unmapping) -> int:
+        """The bytes that the card has again: handles that are kept for reuse are still leased, so nobody else can have them."""
+        return self._pool.unmap(leaving) + self._pool.trim_handles()
 
     def explain(self) -> Explanation:
         mapper = self._mapper_status()
@@ -206,12 +215,15 @@ class PoolOperations:
         return explain(pool.geometry, counts, list(pages.reports()), mapper)
 
     def pressure(self, wanted_bytes: int) -> BytesAnswer:
-        """Parked pages at once, then cached blocks as far as the pool stays at or above its floor."""
+        """Parked pages at once, then cached blocks as far as the pool stays at or above its floor, then what the step that runs leaves.
+        What has been given is told, though the engine has become too busy for the rest."""
         with self._locked(_PRESSURE_LOCK_TIMEOUT_S) as pool:
             leaving = pool.plan_shrink(pool.pages_over(wanted_bytes))
-        given_bytes = self._pool.unmap(leaving) + self._pool.trim_handles()
-        if given_bytes < wanted_bytes:
-            given_bytes += self._give_cached(wanted_bytes - given_bytes)
+        given_bytes = self._give_back(leaving)
+        with contextlib.suppress(PeerTimeout):
+            if given_bytes < wanted_bytes:
+                given_bytes += self._give_cached(wanted_bytes - given_bytes)
+        given_bytes += self._give_retired(wanted_bytes - given_bytes)
         self._pool.report()
         with self._counting:
             self._pool.tally.given_bytes += given_bytes
@@ -219,7 +231,7 @@ class PoolOperations:
 
     def _give_cached(self, wanted_bytes: int) -> int:
         """What is on its way out already was given to whoever asked before, and is asked for again where that took long."""
-        with self._locked() as pool:
+        with self._locked(_PRESSURE_LOCK_TIMEOUT_S) as pool:
             counts = pool.counts()
             going_pages = counts.unmapping_pages + counts.retired_pages + counts.quarantined_pages
             spare_bytes = (counts.held_pages - going_pages) * pool.geometry.release_step_bytes - pool.limits.claimed_bytes
@@ -227,4 +239,20 @@ class PoolOperations:
             if pages <= 0:
                 return 0
             leaving = pool.plan_shrink(pages, evict=Eviction.PRESSURE)
-        return self._pool.unmap(leaving)
+        return self._give_back(leaving)
+
+    def _give_retired(self, wanted_bytes: int) -> int:
+        """What the steps under way leave, waited for a moment."""
+        given_bytes, end_s = 0, time.monotonic() + _STEP_WAIT_S
+        with contextlib.suppress(PeerTimeout):
+            while given_bytes < wanted_bytes and time.monotonic() < end_s:
+                with self._locked(_PRESSURE_LOCK_TIMEOUT_S) as pool:
+                    counts = pool.counts()
+                    leaving = pool.plan_shrink(pool.pages_over(wanted_bytes - given_bytes))
+                if leaving.plan.runs:
+                    given_bytes += self._give_back(leaving)
+                elif counts.retired_pages:
+                    time.sleep(_STEP_POLL_S)
+                else:
+                    break
+        return given_bytes
