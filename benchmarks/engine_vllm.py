@@ -3,9 +3,11 @@
 
     python benchmarks/engine_vllm.py --pairs 5 --json result.json
 
-Two engines of one 8B-shaped model with random weights live on the card at the same time, one unhooked (a static half of the card) and
-one elastic (the other half as its limit), and take turns: each figure is a ratio of neighbours in time. Both get the same number of
-blocks, the same prompts and the same settings (full CUDA graphs; async scheduling where the version has it).
+    python benchmarks/engine_vllm.py --shape latents       like DeepSeek-V2 (MLA); `windows`: Gemma 3; `states`: Falcon-H1 (Mamba-2)
+
+Two engines of one model with random weights live on the card at the same time, one unhooked (a static half of the card) and one elastic
+(as much memory as its limit), and take turns: each figure is a ratio of neighbours in time. Both get the same number of blocks, the same
+prompts and the same settings (full CUDA graphs; async scheduling where the version has it).
 """
 
 from __future__ import annotations
@@ -26,12 +28,36 @@ from pathlib import Path
 from kvcached.card import Card
 
 GIB = 1 << 30
-MODEL = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "bos_token_id": 128000, "eos_token_id": 128001,
+COMMON = {
+    "vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "bos_token_id": 128000, "eos_token_id": 128001,
 }  # fmt: skip
+MODELS = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 500000.0,
+    },
+    "latents": {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944,
+        "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": None,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_theta": 10000.0, "first_k_dense_replace": 27,
+        "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 1408, "n_group": 1,
+        "topk_group": 1,
+    },
+    "windows": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
+        "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 1024,
+        "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh", "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
+        "layer_types": ["full_attention" if number % 6 == 5 else "sliding_attention" for number in range(34)],
+    },
+    "states": {
+        "architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "hidden_size": 2048, "intermediate_size": 4096,
+        "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "rope_theta": 1e11,
+        "mamba_d_ssm": 3072, "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 256, "mamba_n_groups": 1, "mamba_d_conv": 4,
+        "mamba_chunk_size": 256, "mamba_expand": 2,
+    },
+}  # fmt: skip
+BLOCKS = {"llama": 20_000, "latents": 20_000, "windows": 100_000, "states": 6_000}  # for both engines alike, enough for every load
 RATES = {  # name: (requests, tokens in, tokens out, requests a second); the arrivals are the same for both engines
     "low rate (4 a second)": (40, 512, 128, 4.0),
     "saturating rate (300 a second)": (900, 512, 128, 300.0),
@@ -90,7 +116,8 @@ def child(kind: str, model: str, blocks: int) -> None:
                 parameter.data.normal_(0, 0.03, generator=generator)
 
     llm.apply_model(reinitialise)
-    answer(up_s=time.time() - start, **memory())
+    cache = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    answer(up_s=time.time() - start, blocks=cache.num_blocks, kv_bytes=sum(tensor.size for tensor in cache.kv_cache_tensors), **memory())
     for line in sys.stdin:
         command = json.loads(line)
         if command["do"] == "stop":
@@ -169,27 +196,28 @@ def compare(arguments: argparse.Namespace) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         model.mkdir()
-        (model / "config.json").write_text(json.dumps(MODEL))
+        (model / "config.json").write_text(json.dumps(COMMON | MODELS[arguments.shape]))
         common = {
             "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "WARNING",
         }  # fmt: skip
         elastic_only = {
-            "ENABLE_KVCACHED": "true", "KVCACHED_RUN_DIR": str(Path(folder) / "run"), "KVCACHED_LIMIT": f"{arguments.blocks * 2}MiB",
-            "KVCACHED_VIRTUAL": f"{arguments.blocks * 2}MiB",
+            "ENABLE_KVCACHED": "true", "KVCACHED_RUN_DIR": str(Path(folder) / "run"), **arguments.setting,
         }  # fmt: skip
         static = Child("static", model, arguments.blocks, {**common, "ENABLE_KVCACHED": "false"})
-        result: dict[str, object] = {"static start": static.read()}
+        result: dict[str, object] = {"shape": arguments.shape, "static start": (up := static.read())}
+        elastic_only |= {"KVCACHED_LIMIT": str(up["kv_bytes"]), "KVCACHED_VIRTUAL": str(up["kv_bytes"])}
         elastic = Child("elastic", model, arguments.blocks, {**common, **elastic_only})
         result["elastic start"] = elastic.read()
         watch = Watch(Path(folder) / "run")
         result["leases after the start"] = watch.leases_gib()
         print("static up", result["static start"], "elastic up", result["elastic start"], flush=True)
         result["loads"] = {name: pair_up(static, elastic, load, name, arguments.pairs, watch) for name, load in LOADS.items()}
-        result["rates"] = {name: pair_at_rate(static, elastic, load, name) for name, load in RATES.items()}
+        rates = RATES if arguments.rates else {}
+        result["rates"] = {name: pair_at_rate(static, elastic, load, name) for name, load in rates.items()}
         time.sleep(1)
         result["leases a second after the last request"] = watch.leases_gib()
-        result["elastic idle again"] = elastic.ask(do="memory", after_s=12)
+        result["elastic idle again"] = elastic.ask(do="memory", after_s=4)
         result["leases when idle"] = watch.leases_gib()
         result["elastic stopped"] = elastic.ask(do="stop")
         result["leases after the stop"] = watch.leases_gib()
@@ -236,7 +264,10 @@ def pair_at_rate(static: Child, elastic: Child, load: tuple[int, int, int, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--blocks", type=int, default=20_000, help="KV blocks of 2 MiB (16 tokens) for each engine")
+    parser.add_argument("--shape", choices=sorted(MODELS), default="llama")
+    parser.add_argument("--rates", action=argparse.BooleanOptionalAction, default=True, help="requests that arrive at a rate, too")
+    parser.add_argument("--setting", action="append", default=[], help="for the elastic engine: NAME=VALUE")
+    parser.add_argument("--blocks", type=int, help="KV blocks for each engine")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", choices=["static", "elastic"], help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -244,6 +275,8 @@ def main() -> None:
     if arguments.child:
         child(arguments.child, arguments.model, arguments.blocks)
         return
+    arguments.setting = dict(setting.split("=", 1) for setting in arguments.setting)
+    arguments.blocks = arguments.blocks or BLOCKS[arguments.shape]
     result = compare(arguments)
     print(json.dumps(result, indent=1))
     if arguments.json:

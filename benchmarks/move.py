@@ -52,15 +52,18 @@ class Steps:
             return lambda: time.sleep(STEP_S)
         import torch
 
-        cycles = int(STEP_S * torch.cuda.get_device_properties(0).clock_rate * 1000)
         stream = torch.cuda.Stream()
 
-        def work() -> None:
+        def spin(cycles: int) -> float:
+            begun = time.perf_counter()
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(cycles)
             stream.synchronize()
+            return time.perf_counter() - begun
 
-        return work
+        spin(1_000_000)
+        cycles = int(10_000_000 / spin(10_000_000) * STEP_S)
+        return lambda: spin(cycles)
 
     def _run(self) -> None:
         work, held, number = self._work(), self._pool.take(1), 0
