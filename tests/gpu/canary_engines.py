@@ -31,7 +31,7 @@ MODEL = {
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING", "ENABLE_KVCACHED": "true", "KVCACHED_CANARY": "true", "KVCACHED_VIRTUAL": "6GiB",
-    "KVCACHED_BUDGET": "8GiB",
+    "KVCACHED_BUDGET": "20GiB",
 }  # fmt: skip
 NAMES = ("a", "b", "c")
 
@@ -80,10 +80,10 @@ class Engine:
 
     def wave(self) -> None:
         rows, tokens = [], []
-        for _ in range(self.luck.choice((4, 30, 120, 250))):
+        for _ in range(self.luck.choice((4, 20, 60))):
             common = self.luck.choice(self.shared)[: self.luck.randrange(0, 700)] if self.luck.random() < 0.6 else []
-            rows.append(common + self.row(self.luck, self.luck.randrange(8, 1200)))
-            tokens.append(self.luck.randrange(4, 160))
+            rows.append(common + self.row(self.luck, self.luck.randrange(8, 800)))
+            tokens.append(self.luck.randrange(4, 48))
         answers = self.ask(rows, tokens)
         self.counts["waves"] += 1
         self.counts["requests"] += len(rows)
@@ -93,7 +93,7 @@ class Engine:
         first = self.alone()
         while time.time() < end_s:
             self.wave()
-            if self.counts["waves"] % 5 == 0:
+            if self.counts["waves"] % 4 == 0:
                 self.counts["changed_answers"] += sum(was != now for was, now in zip(first, self.alone(), strict=True))
         worker = self.core.model_executor.driver_worker.worker
         tally = self.core.scheduler.kvcached.pool.tally
