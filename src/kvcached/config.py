@@ -321,7 +321,8 @@ def _find_file(environ: Mapping[str, str]) -> Path | None:
     named = environ.get(CONFIG_VARIABLE, "").strip()
     if named:
         return Path(named).expanduser()
-    candidates = (Path("kvcached.toml"), Path("~/.config/kvcached.toml").expanduser())
+    # Not `Path.expanduser`: it fails for a user without a home, as those of containers are.
+    candidates = (Path("kvcached.toml"), Path(os.path.expanduser("~/.config/kvcached.toml")))
     return next((path for path in candidates if os.path.isfile(path)), None)  # a home that this user may not look into has none
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
 import pytest
 import yaml
 
-from kvcached.config import describe_settings
+from kvcached.config import describe_settings, load_settings
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -191,6 +192,20 @@ def test_an_engine_is_elastic_has_a_card_and_room_in_shared_memory(name: str) ->
     assert container.volumes[container.mounts["/dev/shm"]]["emptyDir"].keys() == {"medium", "sizeLimit"}
     known = {row.variable for row in describe_settings()} | {"HF_HOME"}
     assert set(container.environment) <= known
+
+
+def test_a_user_without_a_home_has_settings_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway's pod runs as a number that no user of the image has."""
+
+    def unknown(uid: int) -> NoReturn:
+        raise KeyError(uid)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(RuntimeError):
+        Path.home()
+    assert load_settings({}).source_of("weight") == "default"
 
 
 # ---------------------------------------------------------------------- Docker
