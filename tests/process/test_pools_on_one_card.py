@@ -234,6 +234,26 @@ def test_another_pid_namespace_sees_the_same_card(world):
     wait_until(lambda: world.snapshot().leased_bytes <= 64 * MIB)
 
 
+@pytest.mark.root
+def test_two_pods_press_each_other_as_two_processes_do(world):
+    """Processes, semaphores, networks, names and mounts of their own; common are the run directory and the card."""
+    pod = ("unshare", "-p", "-i", "-n", "-u", "-m", "--kill-child", "--mount-proc")
+    probe = subprocess.run([*pod, "true"], capture_output=True, check=False)
+    if probe.returncode:
+        pytest.skip(f"no right to make namespaces here: {probe.stderr.decode()}")
+    first, second = world.start("first", prefix=pod), world.start("second", prefix=pod)
+    time.sleep(SETTLED_S)
+    first.ask("take", 90)
+    first.ask("cache")
+    assert "error" not in second.ask("take", 60), "the first was asked for its cached blocks, over its socket"
+    assert world.snapshot().leased_bytes <= 100 * MIB
+    answer = world.client(second).limit(20 * MIB)
+    assert answer.in_force_bytes == 20 * MIB, "whoever shares the directory can ask"
+    second.kill()
+    wait_until(lambda: [entry.name for entry in world.snapshot().live] == ["first"], 60)
+    assert "error" not in first.ask("take", 95), "what the dead pod held"
+
+
 def test_an_idle_pool_obeys_its_limit_down_and_up_again(world):
     first = world.start("first", max_cached_tokens=-1)
     time.sleep(SETTLED_S)
