@@ -27,9 +27,10 @@ WITHOUT_DEPENDENCIES = ("xgrammar==0.2.8",)
 EXTRA = ("openai-harmony>=0.0.3", "apache-tvm-ffi", "six", "gguf", "accelerate")
 TOOLS = ("pytest>=8,<10", "pytest-timeout>=2.3,<3", "hypothesis>=6.100,<7", "scikit-build-core>=0.10,<1", "cmake>=3.22", "ninja>=1.11")
 MODELS = ("llama", "qwen3", "mixtral", "smollm2")  # the others are made by the tests that want them, in a second each
-# Only the executor's own test needs it: beside the environment, so that no other test runs with it. All else that it asks for is there.
+# Only its own tests need it: beside the environment, so that no other test runs with it. All else that it asks for, also for Ray Serve,
+# is there; older releases' Serve does not work with protobuf 7, which the environment has.
 RAY_FOLDER = ROOT / ".cache" / "ray"
-RAY = ("ray==2.48.0", "msgpack==1.1.2")
+RAY = ("ray==2.60.0", "msgpack==1.1.2", "grpcio-reflection==1.76.0")
 
 
 def main() -> int:
@@ -107,7 +108,7 @@ def add_ray() -> bool:
     scratch = RAY_FOLDER.with_name(".unpacking-ray")
     shutil.rmtree(scratch, ignore_errors=True)
     ENVIRONMENT.install("--no-deps", "--target", str(scratch), *RAY)
-    ENVIRONMENT.run("env", f"PYTHONPATH={scratch}", str(ENVIRONMENT.python), "-c", "import ray, ray.cluster_utils")
+    ENVIRONMENT.run("env", f"PYTHONPATH={scratch}", str(ENVIRONMENT.python), "-c", "import ray.cluster_utils, ray.serve")
     shutil.rmtree(RAY_FOLDER, ignore_errors=True)
     scratch.rename(RAY_FOLDER)
     return True
