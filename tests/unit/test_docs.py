@@ -22,7 +22,7 @@ LANGUAGES = {"bash", "python", "text", "toml", "json", "yaml", "ini", "console",
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
-TREES = ("src/", "docs/", "examples/", "tests/", "native/", "benchmarks/", "scripts/", ".ci/")
+TREES = ("src/", "docs/", "examples/", "tests/", "native/", "benchmarks/", "scripts/", ".ci/", "deploy/")
 SHORT_TREES = ("core", "runtime", "card", "ranks", "vmm", "views", "engines", "cli")
 
 
