@@ -30,9 +30,10 @@ def main() -> None:
     serve.start(http_options={"host": asked.host, "port": asked.port}, proxy_location="EveryNode")
     targets = [serve.RunTarget(application(name, model, asked), name=name, route_prefix=f"/{name}") for name, model in asked.models]
     serve.run_many(targets)  # returns when all are ready: engines start side by side
+    host = ray.util.get_node_ip_address() if asked.host == "0.0.0.0" else asked.host
     print("models:")
     for name, _ in asked.models:
-        print(f"  {name}: {{engine: remote, address: http://{asked.host}:{asked.port}/{name}}}", flush=True)
+        print(f"  {name}: {{engine: remote, address: http://{host}:{asked.port}/{name}}}", flush=True)
 
 
 def arguments() -> argparse.Namespace:
@@ -40,7 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("models", nargs="+", type=name_and_model, metavar="NAME=MODEL", help="how clients call it, and what vLLM loads")
     parser.add_argument("--replicas", type=int, default=1, help="engines for each model, one at most on a node")
     parser.add_argument("--gpus", type=float, default=0, help="part of a GPU that an engine asks Ray for")
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--host", default="127.0.0.1", help="where each node listens; 0.0.0.0: on all of its addresses")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--not-elastic", action="store_true", help="without KVCacheD, to compare")
     given = sys.argv[1:]

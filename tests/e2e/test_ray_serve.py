@@ -51,6 +51,7 @@ class Cluster:
         card = {"RUN_DIR": self.run_dir, "HOST_DIR": folder / "host", "HOST_CAPACITY": 512 * MIB, "HOST_GRANULARITY": "64KiB"}
         self._variables = VLLM.variables(RELEASES[VLLM], os.environ) | {f"KVCACHED_{name}": str(value) for name, value in card.items()}
         self._variables |= {"PYTHONPATH": f"{RELEASES[VLLM]}:{RAY}", "RAY_USAGE_STATS_ENABLED": "0"}
+        self._variables["VLLM_CPU_KVCACHE_SPACE"] = "1"  # without KVCacheD vLLM takes nearly all memory, and refuses what is in use
         self.nodes = subprocess.Popen(
             [PYTHON, str(Path(__file__).with_name("ray_nodes.py"))],
             env=self._variables, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log("nodes"), text=True,
