@@ -44,7 +44,7 @@ def main() -> int:
     newest = max(asked.versions, key=sort_key)
     versions, models = ([newest], ["smollm2"]) if asked.only_demo else (asked.versions, MODELS)
     models = (*models, *(["gemma3-270m"] if asked.with_gemma else []))
-    ray = [] if asked.only_demo else [(f"{RAY[0]} (70 MB)", add_ray)]
+    ray = [] if asked.only_demo else [(f"{RAY[0]} (76 MB)", add_ray)]
     take_steps(
         "engines",
         [
