@@ -52,17 +52,15 @@ class Cluster:
         self._variables = VLLM.variables(RELEASES[VLLM], os.environ) | {f"KVCACHED_{name}": str(value) for name, value in card.items()}
         self._variables |= {"PYTHONPATH": f"{RELEASES[VLLM]}:{RAY}", "RAY_USAGE_STATS_ENABLED": "0"}
         self._variables["VLLM_CPU_KVCACHE_SPACE"] = "1"  # without KVCacheD vLLM takes nearly all memory, and refuses what is in use
-        self.nodes = subprocess.Popen(
-            [PYTHON, str(Path(__file__).with_name("ray_nodes.py"))],
-            env=self._variables, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log("nodes"), text=True,
-            start_new_session=True,
-        )  # fmt: skip
+        with (folder / "nodes.log").open("wb") as log:
+            command = [PYTHON, str(Path(__file__).with_name("ray_nodes.py"))]
+            self.nodes = subprocess.Popen(
+                command, env=self._variables, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                start_new_session=True,
+            )  # fmt: skip
         assert self.nodes.stdout is not None
         self._variables["RAY_ADDRESS"] = self.nodes.stdout.readline().strip()
         assert self._variables["RAY_ADDRESS"], (folder / "nodes.log").read_text()
-
-    def _log(self, name: str) -> int:
-        return os.open(self.folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def deploy(self, name: str, *options: str) -> list[str]:
         """Run the example for one model. Returns the lines for the gateway's file."""
@@ -85,6 +83,7 @@ class Cluster:
 
     def end(self) -> None:
         assert self.nodes.stdin is not None
+        assert self.nodes.stdout is not None
         self.nodes.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.nodes.wait(300)
@@ -92,6 +91,7 @@ class Cluster:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.nodes.wait()
+        self.nodes.stdout.close()
 
 
 @pytest.fixture(scope="module")
