@@ -68,7 +68,8 @@ class Running:
         self._write()
         settings = {"RUN_DIR": self.run_dir, "HOST_DIR": self.folder / "host", "HOST_CAPACITY": BUDGET_BYTES + 64 * MIB}
         settings |= {"HOST_GRANULARITY": "64KiB", "BUDGET": BUDGET_BYTES}
-        inherited = {name: value for name, value in VLLM.variables(RELEASES[VLLM], os.environ).items() if name != "PYTHONPATH"}
+        given = VLLM.variables(RELEASES[VLLM], os.environ).items()
+        inherited = {name: value for name, value in given if name not in ("PYTHONPATH", "PYTEST_CURRENT_TEST")}  # which each test has anew
         already = len(self.said())
         with (self.folder / "said").open("ab") as said:
             self.process = subprocess.Popen(

@@ -164,7 +164,33 @@ def test_kill_9_loses_nothing_that_had_not_begun_to_stream(gateway: Running) -> 
     assert again["choices"][0]["message"]["content"].startswith(text)
 
 
-def test_engines_end_with_their_model_and_those_of_a_killed_gateway_with_the_next(gateway: Running) -> None:
+def test_engines_go_on_while_their_gateway_is_killed_or_hands_over(gateway: Running) -> None:
+    def found() -> dict[str, Any]:
+        facts = {name: (gateway.facts(name)["state"], gateway.server_of(name)) for name in KINDS}
+        answers = {name: call(gateway.port, "POST", "/v1/chat/completions", question(name)) for name in KINDS}
+        return {name: (*facts[name], answers[name][0], without_what_differs(answers[name][1])) for name in KINDS}
+
+    gateway.until(BETA, "ready")
+    before = found()
+    assert {status for _, _, status, _ in before.values()} == {200}
+    gateway.process.kill()
+    gateway.process.wait()
+    gateway.start()
+    assert found() == before
+
+    with ThreadPoolExecutor(1) as threads:
+        body = question(ALPHA, "Count to a thousand.", 128, ignore_eos=True, stream=True)
+        stream = threads.submit(lambda: list(lines_of(gateway.port, "/v1/chat/completions", body)))
+        wait_for(lambda: gateway.facts(ALPHA)["open"] == 1)
+        gateway.process.send_signal(signal.SIGUSR1)
+        assert gateway.process.wait(600) == 0
+        assert b"data: [DONE]\n" in stream.result()
+    gateway.start()
+    assert found() == before
+    assert gateway.count("adopted process") == 2 * len(KINDS)
+
+
+def test_engines_end_with_their_model_and_what_nobody_adopts_with_the_next_gateway(gateway: Running) -> None:
     leaders = {name: gateway.server_of(name)[1] for name in KINDS}
     gateway.remove(BETA)
     wait_for(lambda: gateway.count(f"{BETA}: removed"))
@@ -174,7 +200,7 @@ def test_engines_end_with_their_model_and_those_of_a_killed_gateway_with_the_nex
     gateway.process.kill()
     gateway.process.wait()
     assert leaders[ALPHA] in processes.of_session(leaders[ALPHA])
-    gateway.models[ALPHA] |= {"preload": False}
+    gateway.models[ALPHA] |= {"preload": False, "env": {**gateway.models[ALPHA]["env"], "COLOUR": "red"}}
     gateway.start()
     assert processes.of_session(leaders[ALPHA]) == []
     assert gateway.facts(ALPHA)["state"] == "stopped"

@@ -55,6 +55,8 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         note(self.path)
         trouble = FOLDER / "trouble"
+        while self.path.startswith("/sleep") and (FOLDER / "restless").exists():
+            time.sleep(0.02)
         if self.path.startswith("/wake_up") and trouble.exists():
             trouble.unlink()
             self.answer(500, {"error": "CUDA out of memory"})
@@ -66,6 +68,8 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, {})
 
     def generate(self, given: dict[str, object]) -> None:
+        for line in map(str, given.get("say", ())):  # type: ignore[call-overload]
+            print(line, flush=True)
         while (FOLDER / "hold").exists():
             time.sleep(0.02)
         if not given.get("stream"):

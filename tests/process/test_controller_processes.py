@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvcached import processes
+from kvcached.controller import leftovers
 from kvcached.units import MIB
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ def running(folder: Path, **keys: Any) -> Iterator[Running]:
         it.stop()
     finally:
         it.kill()
+        leftovers.end_all(leftovers.groups_in(folder / "logs"))
 
 
 def in_background(work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
@@ -231,19 +233,6 @@ def test_one_whose_port_somebody_else_has_is_not_taken_for_ready_and_is_started_
         assert found[0][0] == 200
         assert it.calls() == ["start", "start", "/v1/completions"]
         assert re.search(r"chat.* found port \d+ taken by another program; its next start gets another port", it.errors())
-
-
-def test_what_a_killed_gateway_left_is_ended_by_the_next(tmp_path: Path) -> None:
-    with running(tmp_path) as it:
-        pid = it.engine_pid()
-        child = int((tmp_path / "child").read_text())
-        it.kill()
-        assert processes.is_there(pid)
-        it.launch()
-        assert not processes.is_there(pid)
-        assert not processes.is_there(child)
-        assert f"chat: process {pid} was left by an earlier gateway" in it.errors()
-        assert it.engine_pid() != pid
 
 
 def test_what_is_left_of_a_server_whose_leader_is_gone_is_ended_too(tmp_path: Path) -> None:

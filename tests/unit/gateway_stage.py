@@ -130,7 +130,10 @@ class Stage:
 
 @contextlib.asynccontextmanager
 async def stage(
-    more: dict[str, Any] | None = None, top: dict[str, Any] | None = None, addresses: list[str] | None = None
+    more: dict[str, Any] | None = None,
+    top: dict[str, Any] | None = None,
+    addresses: list[str] | None = None,
+    grace_s: float = 0.2,
 ) -> AsyncIterator[Stage]:
     upstream = Upstream()
     async with contextlib.AsyncExitStack() as stack:
@@ -144,7 +147,7 @@ async def stage(
         config = parse_config(json.dumps({**given, "models": models}))
         session = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
         environ = {"UPSTREAM_KEY": "their-key"}
-        owner = Owner(specs_of(config), build_backends(config, environ, session), card_bytes(config), hold_s=0.0, grace_s=0.2)
+        owner = Owner(specs_of(config), build_backends(config, environ, session), card_bytes(config), hold_s=0.0, grace_s=grace_s)
         await stack.enter_async_context(owner)
         traces = traces_to(config.traces)
         stack.push_async_callback(asyncio.to_thread, traces.close)

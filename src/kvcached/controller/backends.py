@@ -62,6 +62,10 @@ class Backend(Protocol):
 
     async def stop(self) -> None: ...
 
+    def leave(self) -> None:
+        """Its servers stay as they are, for the next gateway; this one has none of them any more."""
+        ...
+
     async def limit_kv(self, limit: Amount) -> list[int]:
         """Most KV memory that each server may hold from now on. Returns the bytes in force; the KV cache may not be ours."""
         ...
@@ -106,10 +110,13 @@ class RemoteBackend:
 
     async def stop(self) -> None:
         """They are not ours, but nobody looks for them any more."""
-        for task in self._searches.values():
-            task.cancel()
+        self.leave()
         await asyncio.gather(*self._searches.values(), return_exceptions=True)
         self._searches.clear()
+
+    def leave(self) -> None:
+        for task in self._searches.values():
+            task.cancel()
 
     async def limit_kv(self, limit: Amount) -> list[int]:
         raise BackendFailed("its memory is somebody else's")
@@ -158,10 +165,10 @@ class RemoteBackend:
         return await answers(self._session, replica.address)
 
 
-async def answers(session: aiohttp.ClientSession, address: str, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
+async def answers(session: aiohttp.ClientSession, address: str, timeout_s: float = PROBE_TIMEOUT_S, path: str = "/health") -> bool:
     """Whether a server is there that is ready. One without `/health` counts as ready when it says so with any status below 500."""
     try:
-        async with session.get(f"{address}/health", timeout=aiohttp.ClientTimeout(total=timeout_s), allow_redirects=False) as response:
+        async with session.get(address + path, timeout=aiohttp.ClientTimeout(total=timeout_s), allow_redirects=False) as response:
             return response.status < 500
     except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
         return False

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvcached.controller.adoption import Purpose, digests
 from kvcached.controller.config import instance_name
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from kvcached.controller.config import Model
 
+_NO_PORT: Final = 0
 _VISIBLE: Final = {"cuda": "CUDA_VISIBLE_DEVICES", "hip": "HIP_VISIBLE_DEVICES"}
 
 
@@ -21,6 +23,12 @@ def command_of(name: str, model: Model, port: int) -> list[str]:
     """The interpreter and what follows it. The file's own arguments come last, so that they win."""
     where = ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port)]
     return [str(interpreter(model)), *_program(model), *where, *model.args]
+
+
+def purpose_of(name: str, model: Model, replica: int, inherited: Mapping[str, str], folder: Path, log: str) -> Purpose:
+    """What a server is started for, whatever port it gets. `folder`: where the gateway works."""
+    environment = digests(environment_of(name, model, replica, inherited), model.env)
+    return Purpose(name, replica, log, str(folder), tuple(command_of(name, model, _NO_PORT)), environment)
 
 
 def interpreter(model: Model) -> Path:

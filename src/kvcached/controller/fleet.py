@@ -16,6 +16,7 @@ from kvcached.controller.states import (
     Admit,
     Effect,
     Hurry,
+    Left,
     Model,
     Refuse,
     Removed,
@@ -58,8 +59,10 @@ class Fleet:
 
     # ------------------------------------------------------------------ the file
 
-    def begin(self, now_s: float) -> list[Effect]:
-        """Start what is to be kept awake."""
+    def begin(self, now_s: float, found: Mapping[str, State] | None = None) -> list[Effect]:
+        """Start what is to be kept awake. `found`: models whose servers are there already, READY or ASLEEP."""
+        for name, state in (found or {}).items():
+            self.models[name].was_found(state, now_s)
         return self._after(now_s, [])
 
     def add(self, spec: Spec, now_s: float) -> list[Effect]:
@@ -96,10 +99,14 @@ class Fleet:
     def close(self, now_s: float) -> list[Effect]:
         """Everything is retired, and nothing is let in."""
         self._closing = True
-        effects: list[Effect] = []
-        for name in list(self.models):
-            effects += self.retire(name, now_s)
-        return effects
+        return [effect for name in list(self.models) for effect in self.retire(name, now_s)]
+
+    def let_go(self, now_s: float) -> list[Effect]:
+        """The same, but what is ready or asleep, and has no request, is `Left` to another gateway."""
+        left = [name for name, model in self.models.items() if model.can_be_left]
+        for name in left:
+            del self.models[name]
+        return [*map(Left, left), *self.close(now_s)]
 
     def _insert(self, spec: Spec, now_s: float) -> None:
         model = Model(spec, born_s=now_s, since_s=now_s, active_s=now_s)
@@ -293,18 +300,8 @@ class Fleet:
 
     def next_tick_s(self, now_s: float) -> float | None:
         """When `tick` has to be said next, on the owner's clock; None while only events matter."""
-        times = [time for model in self.models.values() for time in self._times(model, now_s)]
+        times = [time for model in self.models.values() for time in model.times_s(now_s, self._hold_s)]
         return min((max(time, now_s) for time in times), default=None)
-
-    def _times(self, model: Model, now_s: float) -> list[float]:
-        times = [] if model.deadline_s is None else [model.deadline_s]
-        if model.state is State.READY and model.spec.ttl_s is not None and model.sleeps_by_itself and not model.busy:
-            times.append(max(model.active_s + model.spec.ttl_s, model.retry_at_s))
-        if model.retry_at_s > now_s:
-            times.append(model.retry_at_s)
-        if model.state is State.READY and model.since_s + self._hold_s > now_s:
-            times.append(model.since_s + self._hold_s)
-        return times
 
     # ------------------------------------------------------------------ what follows
 
@@ -386,12 +383,8 @@ class Fleet:
         return effects
 
     def _wanted(self, now_s: float) -> list[Model]:
-        ready_to_try = [
-            model
-            for model in self.models.values()
-            if model.state in (State.STOPPED, State.ASLEEP) and model.retry_at_s <= now_s and not model.retiring and model.renewal is None
-        ]
-        wanted = [(model, since_s) for model in ready_to_try if (since_s := model.wanted_at_s()) is not None]
+        free = [model for model in self.models.values() if model.may_rise(now_s)]
+        wanted = [(model, since_s) for model in free if (since_s := model.wanted_at_s()) is not None]
         return [model for model, _ in sorted(wanted, key=lambda pair: (-pair[0].spec.priority, pair[1]))]
 
     def _rouse(self, model: Model, now_s: float) -> Effect:

@@ -12,20 +12,22 @@ from typing import TYPE_CHECKING, Final
 from kvcached.controller.api_errors import ApiError, no_such_model, refused
 from kvcached.controller.backends import Backend, BackendFailed
 from kvcached.controller.fleet import Fleet
-from kvcached.controller.states import Admit, Effect, Hurry, Refuse, Removed, Renewed, Sleep, Spec, Start, State, Wake
+from kvcached.controller.states import Admit, Effect, Hurry, Left, Refuse, Removed, Renewed, Sleep, Spec, Start, State, Wake
 from kvcached.controller.traffic import Traffic
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Mapping
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 
 _log = logging.getLogger("kvcached.controller")
 _POLL_S: Final = 0.05
+_MOVING: Final = frozenset({State.DRAINING, State.GOING_TO_SLEEP, State.WAKING})
 
 
 class Owner:
     """All calls come from one event loop. Use it as an asynchronous context manager: leaving it ends what it started.
 
-    `backends`: by name, one for each of `specs`. `grace_s`: how long open streams may take at the end.
+    `backends`: by name, one for each of `specs`. `grace_s`: how long open streams may take at the end. `found`: models whose servers
+    are there already, READY or ASLEEP.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Owner:
         card_bytes: Mapping[str, int] | None = None,
         hold_s: float = 5.0,
         grace_s: float = 30.0,
+        found: Mapping[str, State] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.fleet = Fleet(specs.values(), self.now_s, card_bytes, hold_s)
@@ -43,9 +46,10 @@ class Owner:
         self.operations: Counter[tuple[str, str, bool]] = Counter()
         """by model and what was done (start, wake up, sleep, end): how often it succeeded, and failed"""
         self._grace_s = grace_s
+        self._found = found
         self._tickets: dict[int, asyncio.Future[None]] = {}
         self._holders: dict[int, asyncio.Task[object]] = {}
-        self._hurried: set[int] = set()
+        self._hurried: dict[int, ApiError] = {}
         self._renewals: dict[str, Backend] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -55,7 +59,7 @@ class Owner:
         return self._loop.time()
 
     async def __aenter__(self) -> Owner:
-        self.perform(self.fleet.begin(self.now_s))
+        self.perform(self.fleet.begin(self.now_s, self._found))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -66,10 +70,9 @@ class Owner:
         self.perform(self.fleet.close(self.now_s))
         starting = [name for name, model in self.fleet.models.items() if model.state is State.STARTING]
         await asyncio.gather(*(self.backends[name].stop() for name in starting))  # whose start then fails, and nobody waits for it
-        if not await self._emptied(self._grace_s):
-            for name in list(self.fleet.models):
-                self._hurry(name)
-            if not await self._emptied(self._grace_s):
+        if not await self._until(lambda: not self.fleet.models):
+            self._hurry(self._holders, _closing())
+            if not await self._until(lambda: not self.fleet.models):
                 _log.error("did not end in time: %s", ", ".join(self.fleet.models))
                 await asyncio.gather(*(self.backends[name].stop() for name in self.fleet.models), return_exceptions=True)
         if self._timer is not None:
@@ -78,11 +81,27 @@ class Owner:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _emptied(self, timeout_s: float) -> bool:
-        deadline_s = self.now_s + timeout_s
-        while self.fleet.models and self.now_s < deadline_s:
+    async def hand_over(self, drained: Callable[[], bool]) -> None:
+        """What is ready or asleep is left to the next gateway, after the requests; these are ended after `grace_s`.
+
+        `drained`: whether all have ended, those that wait too. What is left here is for `close`.
+        """
+        if not await self._until(lambda: drained() and self._is_calm):
+            self._hurry(self._holders, _closing())
+            await self._until(lambda: not self._holders and self._is_calm)
+        self.perform(self.fleet.let_go(self.now_s))
+
+    @property
+    def _is_calm(self) -> bool:
+        """Whether each model is in a state that can be told to another gateway, or is nothing that one could have."""
+        return not any(model.state in _MOVING for model in self.fleet.models.values())
+
+    async def _until(self, condition: Callable[[], bool]) -> bool:
+        """False when it is not so within the grace."""
+        deadline_s = self.now_s + self._grace_s
+        while not (is_so := condition()) and self.now_s < deadline_s:
             await asyncio.sleep(_POLL_S)
-        return not self.fleet.models
+        return is_so
 
     # ------------------------------------------------------------------ requests
 
@@ -101,14 +120,14 @@ class Owner:
             await admitted
             yield
         except asyncio.CancelledError:
-            if ticket not in self._hurried:
+            error = self._hurried.get(ticket)
+            if error is None:
                 raise
             _uncancel(task)
-            raise ApiError(503, f"{name} was put to sleep by an action", "model_put_to_sleep", 1.0) from None
+            raise error from None
         finally:
-            for place in (self._tickets, self._holders):
+            for place in (self._tickets, self._holders, self._hurried):
                 place.pop(ticket, None)
-            self._hurried.discard(ticket)
             self.perform(self.fleet.left(ticket, self.now_s))
 
     # ------------------------------------------------------------------ effects
@@ -136,10 +155,13 @@ class Owner:
                 backend = self.backends[name]
                 self._launch(name, attempt, "end" if stop else "sleep", backend.stop() if stop else backend.sleep())
             case Hurry(name):
-                self._hurry(name)
+                self._hurry(self.fleet.models[name].open, ApiError(503, f"{name} was put to sleep by an action", "model_put_to_sleep", 1.0))
             case Removed(name):
                 _log.info("%s: removed", name)
                 del self.backends[name], self.traffic[name]
+            case Left(name):
+                self.backends.pop(name).leave()
+                del self.traffic[name]
             case Renewed(name):
                 self.backends[name] = self._renewals.pop(name)
 
@@ -152,10 +174,11 @@ class Owner:
         else:
             future.set_exception(error)
 
-    def _hurry(self, name: str) -> None:
-        for ticket in self.fleet.models[name].open:
+    def _hurry(self, tickets: Iterable[int], error: ApiError) -> None:
+        """Those requests end, and are told why."""
+        for ticket in tickets:
             if ticket in self._holders and ticket not in self._hurried:
-                self._hurried.add(ticket)
+                self._hurried[ticket] = error
                 self._holders[ticket].cancel()
 
     def _launch(self, name: str, attempt: int, what: str, work: Coroutine[object, object, None]) -> None:
@@ -225,6 +248,10 @@ class Owner:
                 return False
             await asyncio.sleep(_POLL_S)
         return name in self.fleet.models
+
+
+def _closing() -> ApiError:
+    return ApiError(503, "the gateway is shutting down", "shutting_down", 5.0)
 
 
 def _uncancel(task: asyncio.Task[object]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine's server as a child process: its log, its end, and that nothing of it is left."""
+"""One engine's server as a process that can outlive us: its log, its record, its end, and that nothing of it is left."""
 
 from __future__ import annotations
 
@@ -8,102 +8,107 @@ import contextlib
 import logging
 import os
 import signal
+import subprocess
 import time
 from collections import deque
-from typing import IO, TYPE_CHECKING, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
 from kvcached import processes
 from kvcached.controller import leftovers
+from kvcached.controller.adoption import Record
+from kvcached.controller.leader import Leader
+from kvcached.controller.server_log import ServerLog, open_to_append
+from kvcached.controller.states import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from kvcached.controller.adoption import Purpose
+
 _log = logging.getLogger("kvcached.engine")
 TERM_GRACE_S: Final = 20.0
 KILL_GRACE_S: Final = 10.0
 _POLL_S: Final = 0.05
-_LOG_BYTES: Final = 16 * 1024 * 1024
 _TAIL_LINES: Final = 20
-_LONGEST_LINE_BYTES: Final = 16_384
+_BACK_BYTES: Final = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A server that is to be started. `command` and `environment` as they are, not as the record has them."""
+
+    title: str
+    log: Path
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    purpose: Purpose
+    port: int
+    sleep: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """`on_end`: told once, when it ends without `stop`, how it did so. `on_line`: told each line that it says."""
+
+    on_end: Callable[[str], None]
+    on_line: Callable[[str], None]
 
 
 class EngineProcess:
-    """Leads a process group of its own, so that all it starts ends with it.
+    """Leads a process group of its own, so that all it starts ends with it. It writes its log itself; its record is beside that."""
 
-    `on_end`: told once, when it ends without `stop`. `on_line`: told each line that it says.
-    """
-
-    def __init__(
-        self,
-        title: str,
-        log: Path,
-        process: asyncio.subprocess.Process,
-        output: IO[bytes],
-        on_end: Callable[[int], None],
-        on_line: Callable[[str], None],
-    ) -> None:
+    def __init__(self, title: str, log: Path, written: ServerLog, record: Record, leader: Leader, listener: Listener) -> None:
         self.title = title
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._path = log
-        self._process = process
-        self._output = output
-        self._on_end = on_end
-        self._on_line = on_line
+        self._log = written
+        self._record = record
+        self._leader = leader
+        self._listener = listener
         self._stopping = False
-        self._log_failed = False
-        leftovers.note(log, process.pid)
+        self._killed = False
         self._watch = asyncio.get_running_loop().create_task(self._follow())
 
     @classmethod
-    async def launch(
-        cls,
-        title: str,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        log: Path,
-        on_end: Callable[[int], None],
-        on_line: Callable[[str], None],
-    ) -> EngineProcess:
-        """Raises `OSError` when the command cannot be run, or no record of it be written beside the log."""
-        log.parent.mkdir(parents=True, exist_ok=True)
-        # A pipe of our own: asyncio's would have wait() wait until the last child of the process has closed its end, too.
-        reading, writing = os.pipe()
-        output = open(reading, "rb", buffering=0)
+    def launch(cls, job: Job, listener: Listener) -> EngineProcess:
+        """Raises `OSError` when the command cannot be run, or its log or its record not be written."""
+        output = open_to_append(job.log)
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                env=dict(environment),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=writing,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError:
-            output.close()
-            raise
+            written = ServerLog(job.log)
+            try:
+                return cls(job.title, job.log, written, *_start(job, output), listener)
+            except OSError:
+                written.close()
+                raise
         finally:
-            os.close(writing)
-        try:
-            return cls(title, log, process, output, on_end, on_line)
-        except OSError:  # without a record nobody would ever end it
-            os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-            output.close()
-            raise
+            os.close(output)
+
+    @classmethod
+    def adopt(cls, title: str, log: Path, record: Record, listener: Listener) -> EngineProcess:
+        """One that an earlier gateway started. What its log has last is remembered. Raises `OSError` when that cannot be opened."""
+        os.close(open_to_append(log))
+        it = cls(title, log, ServerLog(log, _BACK_BYTES), record, Leader(record.pid, record.start), listener)
+        it._hear(it._remember)
+        return it
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._leader.pid
 
     @property
     def running(self) -> bool:
-        return self._process.returncode is None
+        return self._leader.running
+
+    def mark(self, state: State) -> None:
+        """What the next gateway would find. Raises `OSError`."""
+        self._record = replace(self._record, state=state)
+        leftovers.note(self._path, self._record)
 
     async def last_words(self) -> str:
         """Of a process that has ended."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._watch), KILL_GRACE_S)
+        await self._until_followed()
         return " / ".join(list(self.tail)[-3:])
 
     async def stop(self) -> None:
@@ -112,13 +117,11 @@ class EngineProcess:
         if self.running:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._process.wait(), TERM_GRACE_S)
-        if not self._watch.done():  # else its group was killed when it ended, and the number may be another's by now
+                await asyncio.wait_for(self._leader.ended(), TERM_GRACE_S)
+        if not self._killed:  # else that was done when it ended
             self._signal(signal.SIGKILL)
-            await self._process.wait()
-            await self._until_all_are_gone()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._watch), KILL_GRACE_S)
+        await self._until_all_are_gone()
+        await self._until_followed()
         self._watch.cancel()
         leftovers.forget(self._path)
 
@@ -127,64 +130,101 @@ class EngineProcess:
         self._stopping = True
         self._signal(signal.SIGKILL)
 
+    def leave(self) -> None:
+        """It goes on without us, and its record says how it was."""
+        self._stopping = True
+        self._watch.cancel()
+
     async def _until_all_are_gone(self) -> None:
         """What was killed has its memory until it has ended, and that can take a while."""
         end_s = time.monotonic() + KILL_GRACE_S
-        while await asyncio.to_thread(processes.of_group, self.pid):
+        while await asyncio.to_thread(self._is_there):
             if time.monotonic() > end_s:
                 _log.error("%s: killed, and still there: process group %d", self.title, self.pid)
                 return
             await asyncio.sleep(_POLL_S)
 
+    async def _until_followed(self) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._watch), KILL_GRACE_S)
+
+    def _is_there(self) -> bool:
+        return self._is_ours and bool(processes.of_group(self.pid))
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether the number is not another group's by now: it is not given away while anything of this one is there."""
+        return processes.start_of(self.pid) in (self._record.start, None)
+
     def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+        self._killed = self._killed or number is signal.SIGKILL
+        if self._is_ours:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
 
     async def _follow(self) -> None:
-        """Keep the log, and tell the end of the first process, with which the others of its group end."""
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader()
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._output)
-        copying = loop.create_task(self._copy(reader))
+        """Say what the log gets, and tell the end of the first process, with which the others of its group end."""
+        copying = asyncio.get_running_loop().create_task(self._copy())
         try:
-            code = await self._process.wait()
+            await self._leader.ended()
             if not self._stopping:
                 self._signal(signal.SIGKILL)  # what it started would keep memory that nobody counts
-                self._on_end(code)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(copying, KILL_GRACE_S)
+            await _cancelled(copying)
+            self._hear(self._say)
+            self._say(self._log.last())
         finally:
-            transport.close()
+            await _cancelled(copying)
+            self._log.close()
+        if not self._stopping:
+            self._listener.on_end(self._leader.end)
 
-    async def _copy(self, output: asyncio.StreamReader) -> None:
-        """Whatever becomes of the log: an engine whose output nobody reads would stop at its next line."""
-        rest = b""
-        while chunk := await output.read(65_536):
-            self._keep(chunk)
-            *lines, rest = (rest + chunk).split(b"\n")
+    async def _copy(self) -> None:
+        while True:
+            while (lines := self._lines()) is not None:
+                for line in lines:
+                    self._say(line)
+                await asyncio.sleep(0)  # others have a turn, however fast it writes
+            await self._log.grown()
+
+    def _hear(self, tell: Callable[[str], None]) -> None:
+        """All that is there now."""
+        while (lines := self._lines()) is not None:
             for line in lines:
-                self._say(line)
-            rest = rest[-_LONGEST_LINE_BYTES:]
-        if rest:
-            self._say(rest)
+                tell(line)
 
-    def _keep(self, chunk: bytes) -> None:
-        """In the log, of which one that is full is kept beside it."""
+    def _lines(self) -> list[str] | None:
         try:
-            if self._path.exists() and self._path.stat().st_size > _LOG_BYTES:
-                self._path.replace(self._path.with_suffix(".log.1"))
-            with self._path.open("ab", buffering=0) as log:
-                log.write(chunk)
+            return self._log.lines()
         except OSError as error:
-            if not self._log_failed:
-                _log.error("%s: its log cannot be written: %s", self.title, error)
-            self._log_failed = True
-        else:
-            self._log_failed = False
+            _log.error("%s: its log cannot be followed: %s", self.title, error)
+            return None
 
-    def _say(self, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip()
-        if text:
-            self.tail.append(text)
-            self._on_line(text)
-            _log.info("%s | %s", self.title, text)
+    def _say(self, line: str) -> None:
+        self._remember(line)
+        if line:
+            _log.info("%s | %s", self.title, line)
+
+    def _remember(self, line: str) -> None:
+        if line:
+            self.tail.append(line)
+            self._listener.on_line(line)
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _start(job: Job, output: int) -> tuple[Record, Leader]:
+    child = subprocess.Popen(
+        job.command, env=job.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    start = processes.start_of(child.pid)
+    record = Record(child.pid, start, leftovers.boot(), job.port, job.sleep, State.STARTING, job.purpose)
+    try:
+        leftovers.note(job.log, record)
+    except OSError:  # without a record nobody would ever end it
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        raise
+    return record, Leader(child.pid, start, child)

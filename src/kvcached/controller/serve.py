@@ -12,14 +12,15 @@ import aiohttp
 from aiohttp import web
 
 from kvcached.controller.access import Access
-from kvcached.controller.build import build_backends, card_bytes, listen_for_ends, specs_of
+from kvcached.controller.build import build_backends, card_bytes, listen_for_ends, log_dir_of, specs_of
 from kvcached.controller.gateway import Gateway
+from kvcached.controller.handover import stop_accepting, take_over
 from kvcached.controller.owner import Owner
 from kvcached.controller.reload import Reload
 from kvcached.controller.traces import traces_to
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Coroutine, Mapping
 
     from kvcached.controller.config import ServeConfig
 
@@ -31,11 +32,12 @@ _CONNECT_TIMEOUT_S: Final = 10.0
 async def serve(
     config: ServeConfig, environ: Mapping[str, str], on_ready: Callable[[str], None], read_again: Callable[[], ServeConfig]
 ) -> None:
-    """Until SIGTERM or SIGINT; SIGHUP takes the file as `read_again` finds it. `on_ready` gets the address.
+    """Until SIGTERM or SIGINT, which end all servers, or SIGUSR1, which leaves them to the next gateway of this folder.
 
-    Raises `SettingError`, and `OSError` when the address is taken.
+    SIGHUP takes the file as `read_again` finds it. `on_ready` gets the address. Raises `SettingError`, and `OSError` when the address is
+    taken.
     """
-    told_to_end = _told_to_end()
+    orders = _Orders()
     access = Access(config, environ)
     traces = traces_to(config.traces)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
@@ -43,16 +45,17 @@ async def serve(
         connector=aiohttp.TCPConnector(limit=0), timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
     ) as session:
         backends = build_backends(config, environ, session)
-        async with Owner(specs_of(config), backends, card_bytes(config)) as owner:
-            listen_for_ends(owner, backends)
+        found = await take_over(log_dir_of(config), backends)
+        async with Owner(specs_of(config), backends, card_bytes(config), found=found) as owner:
+            listen_for_ends(owner, backends)  # before anything is awaited: one that was found may have ended
             gateway = Gateway(config, access, owner, session, traces)
             reload = Reload(config, environ, owner, gateway, session)
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload.take, read_again)
-            await _listen(config, gateway, owner, on_ready, told_to_end)
+            await _listen(config, gateway, owner, on_ready, orders)
     await asyncio.to_thread(traces.close)
 
 
-async def _listen(config: ServeConfig, gateway: Gateway, owner: Owner, on_ready: Callable[[str], None], told_to_end: asyncio.Event) -> None:
+async def _listen(config: ServeConfig, gateway: Gateway, owner: Owner, on_ready: Callable[[str], None], orders: _Orders) -> None:
     """Streams that are open end before the listener does."""
     runner = gateway.runner()
     await runner.setup()
@@ -60,16 +63,36 @@ async def _listen(config: ServeConfig, gateway: Gateway, owner: Owner, on_ready:
         host, port = config.host_and_port
         await web.TCPSite(runner, host, port).start()
         on_ready(f"http://{host}:{runner.addresses[0][1]}")
-        await told_to_end.wait()
+        await _first_of(orders.end.wait(), orders.hand_over.wait())
+        if not orders.end.is_set():
+            closing = await stop_accepting(runner)
+            await _first_of(orders.end.wait(), owner.hand_over(closing.done))
+            closing.cancel()
         await owner.close()
     finally:
         await runner.cleanup()
 
 
-def _told_to_end() -> asyncio.Event:
-    """Listens from the first moment on: a signal that comes early must not leave engines behind."""
-    loop = asyncio.get_running_loop()
-    told = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.set)
-    return told
+class _Orders:
+    """What signals have asked for. Listens from the first moment on: one that comes early must not leave engines behind."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.end = asyncio.Event()
+        self.hand_over = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.end.set)
+        loop.add_signal_handler(signal.SIGUSR1, self.hand_over.set)
+
+
+async def _first_of(*works: Coroutine[object, object, object]) -> None:
+    """Until one of them is done; the others are not done then."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()

@@ -138,7 +138,14 @@ class Renewed:
     name: str
 
 
-Effect = Start | Wake | Sleep | Admit | Refuse | Hurry | Removed | Renewed
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Its servers go on as they are, for another gateway."""
+
+    name: str
+
+
+Effect = Start | Wake | Sleep | Admit | Refuse | Hurry | Removed | Renewed | Left
 
 
 # ---------------------------------------------------------------------- one model
@@ -234,6 +241,17 @@ class Model:
     def sleeps_by_itself(self) -> bool:
         return self.spec.can_sleep and not self.spec.pin
 
+    @property
+    def can_be_left(self) -> bool:
+        """Whether another gateway can have it as it is."""
+        stays = not self.retiring and self.renewal is None
+        return stays and not self.busy and self.state in (State.READY, State.ASLEEP)
+
+    def may_rise(self, now_s: float) -> bool:
+        """Whether it may be started or woken now, if somebody wants it."""
+        stays = not self.retiring and self.renewal is None
+        return stays and self.state in (State.STOPPED, State.ASLEEP) and self.retry_at_s <= now_s
+
     def wanted_at_s(self) -> float | None:
         """Since when somebody waits for it to be awake; None when nobody does."""
         oldest_s = None if self.deadline_s is None else self.deadline_s - self.spec.queue_timeout_s
@@ -242,6 +260,22 @@ class Model:
     def idle_s(self, now_s: float) -> float:
         """0 while a request is open or waits."""
         return 0.0 if self.busy else max(0.0, now_s - self.active_s)
+
+    def times_s(self, now_s: float, hold_s: float) -> list[float]:
+        """When something may have to be done for it, though nothing happens."""
+        times = [] if self.deadline_s is None else [self.deadline_s]
+        if self.state is State.READY and self.spec.ttl_s is not None and self.sleeps_by_itself and not self.busy:
+            times.append(max(self.active_s + self.spec.ttl_s, self.retry_at_s))
+        if self.retry_at_s > now_s:
+            times.append(self.retry_at_s)
+        if self.state is State.READY and self.since_s + hold_s > now_s:
+            times.append(self.since_s + hold_s)
+        return times
+
+    def was_found(self, state: State, now_s: float) -> None:
+        """Its servers are there already, READY or ASLEEP."""
+        self.wanted_since_s, self.active_s = None, now_s
+        self.move(state, now_s)
 
     def move(self, state: State, now_s: float, reason: str = "") -> None:
         self.state, self.since_s, self.reason = state, now_s, reason
