@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvcached.config import load_settings
@@ -153,6 +153,7 @@ def one_change(draw: st.DrawFn) -> tuple[str, str]:
 
 
 @given(one_change())
+@example(('{"models": {"chat": {"engine": "vllm", "model": "m", "aliases": ["chat"]}}}', "models.chat.aliases"))
 @settings(max_examples=150)
 def test_the_key_of_a_mistake_is_named(change: tuple[str, str]) -> None:
     text, key = change

@@ -258,7 +258,7 @@ def _name_problem(config: ServeConfig) -> str:
     for name, model in config.models.items():
         for word in (name, *model.aliases):
             if word in seen:
-                return f"models.{name}: the name {word!r} is taken by models.{seen[word]}"
+                return f"models.{name}: the name {word!r} is taken by models.{seen[word]}: names and `aliases` have to differ"
             seen[word] = name
         if model.engine != "remote" and INSTANCE_PATTERN.fullmatch(instance_name(name, 0)) is None:
             return f"models.{name}: the name becomes a file name: letters, digits, '.', '_' and '-', at most 36; use `aliases` for others"
