@@ -1,234 +1,327 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gateway adds: the same load on a simulated engine, directly and through `kvcached serve`, in alternating pairs.
+"""What the gateway adds: the same load on simulated engines, directly and through `kvcached serve`, in alternating pairs.
 
-    python benchmarks/gateway.py                                  20 streams of 20 tokens a second, and 50 short requests a second
-    python benchmarks/gateway.py --streams 200 --requests 200     more of both
+    python benchmarks/gateway.py                                    2,000 streams of 20 tokens a second and 1,000 short requests a second;
+                                                                    a tenth of that on fewer than eight cores
+    python benchmarks/gateway.py --streams 200 --requests 100       another load
+    python benchmarks/gateway.py --processes 2 --saturate           several processes of the gateway; then more load until it is too much
+    python benchmarks/gateway.py --proxy litellm=/opt/litellm/bin/python --proxy kvcached        the same load on LiteLLM's proxy too
 
-Engine, gateway and load are three processes. An event of a stream carries the time at which the engine sent it, on the clock that all
-processes of the machine share, so that its delay is measured for each token; a short request is measured from sending it to its last byte.
-Prints delays at the median and at 95 % for both ways and what is between them, in milliseconds, and what the gateway's process used of a
-core, which counts where the machine has other work too. `--json FILE`.
+Engines, load and gateway are processes of their own; with eight cores or more the gateway has the first two for itself. A token carries the
+time at which its engine sent it, so that its delay is measured; a short request is measured from sending it to its last byte. Prints delays
+at the median and at 95 % both ways and what is between them, in milliseconds; what the proxy used of cores and memory, with all its
+processes; and what was lost. Saturation: the last load at which no more than `--most-ms` are added at 95 %, and nothing comes late.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import multiprocessing
 import os
+import platform
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
-from aiohttp import web
+from gateway_load import GRACE_S, Plan, Seen, engines, start_load
 
-EVENT = re.compile(rb'"sent_ns": (\d+)')
-WARM_UP_S = 1.0
-
-
-# ---------------------------------------------------------------------- the engine
+ENOUGH_CORES = 8
+STEPS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
+START_S = 120.0
 
 
-class Engine:
-    """Streams at a set pace, and answers at once what is not streamed."""
+@dataclass
+class Cores:
+    """Where what runs; None: anywhere."""
 
-    def __init__(self, tokens_per_s: float) -> None:
-        self.pause_s = 1 / tokens_per_s
+    proxy: set[int] | None
+    others: list[set[int] | None]
 
-    def app(self) -> web.Application:
-        app = web.Application()
-        app.add_routes([web.get("/health", self.health), web.post("/v1/chat/completions", self.answer)])
-        return app
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Cores:
+        if options.cores < ENOUGH_CORES:
+            return cls(None, [None])
+        numbers = sorted(os.sched_getaffinity(0))[: options.cores]
+        proxy = numbers[: options.proxy_cores]
+        return cls(set(proxy), [{number} for number in numbers[options.proxy_cores :]])
 
-    async def health(self, request: web.Request) -> web.Response:
-        return web.Response()
-
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        given = await request.json()
-        if not given.get("stream"):
-            return web.json_response({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1}})
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        loop = asyncio.get_running_loop()
-        start_s = loop.time()
-        for number in range(given["max_tokens"]):
-            await asyncio.sleep(start_s + number * self.pause_s - loop.time())
-            event = {"choices": [{"delta": {"content": "word"}}], "sent_ns": time.monotonic_ns()}
-            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
-        return response
+    @property
+    def turned(self) -> list[set[int] | None]:
+        """Engines from one end, the load from the other."""
+        return self.others[::-1]
 
 
-def run_engine(tokens_per_s: float, port: multiprocessing.Queue[int]) -> None:
-    async def serve() -> None:
-        runner = web.AppRunner(Engine(tokens_per_s).app(), access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
-        port.put(runner.addresses[0][1])
-        await asyncio.Event().wait()
-
-    asyncio.run(serve())
+# ---------------------------------------------------------------------- proxies
 
 
 @contextmanager
-def engine(tokens_per_s: float):
-    port: multiprocessing.Queue[int] = multiprocessing.Queue()
-    process = multiprocessing.Process(target=run_engine, args=(tokens_per_s, port), daemon=True)
-    process.start()
+def _process(command: list[str], cores: Cores, folder: Path, env: dict[str, str] | None = None):
+    """Standard output goes to the file `out` in `folder`."""
+    pin = (lambda: os.sched_setaffinity(0, cores.proxy)) if cores.proxy else None
+    with (folder / "out").open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, preexec_fn=pin, env={**os.environ, **(env or {})}, cwd=folder
+        )
     try:
-        yield f"http://127.0.0.1:{port.get(timeout=60)}"
-    finally:
-        process.kill()
-        process.join()
-
-
-# ---------------------------------------------------------------------- the gateway
-
-
-@contextmanager
-def gateway(address: str, folder: Path):
-    """Its process and its address."""
-    file = folder / "models.yaml"
-    chat = {"engine": "remote", "address": address, "concurrency": 100_000, "queue": 100_000}
-    file.write_text(json.dumps({"listen": "127.0.0.1:0", "log_dir": str(folder / "logs"), "models": {"chat": chat}}))
-    command = [sys.executable, "-m", "kvcached.cli.main", "serve", str(file)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    try:
-        found = re.search(rb"http://\S+:\d+", process.stdout.readline())
-        if found is None:
-            raise SystemExit("the gateway did not start")
-        yield process, found[0].decode()
+        yield process
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
-def cpu_s(pid: int) -> float:
-    """Seconds of processor time so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def _wait(process: subprocess.Popen, folder: Path, said) -> object:
+    """What `said()` returns once it is true."""
+    end_s = time.monotonic() + START_S
+    while time.monotonic() < end_s and process.poll() is None:
+        if found := said():
+            return found
+        time.sleep(0.1)
+    raise SystemExit(f"the proxy did not start:\n{(folder / 'out').read_text()[-3000:]}")
 
 
-# ---------------------------------------------------------------------- the load
+@contextmanager
+def kvcached(python: str, addresses: list[str], folder: Path, cores: Cores, processes: int):
+    """Its process and its address."""
+    chat = {"engine": "remote", "address": addresses, "concurrency": 100_000, "queue": 100_000}
+    given = {"listen": "127.0.0.1:0", "log_dir": str(folder / "logs"), "models": {"chat": chat}}
+    if processes > 1:
+        given["processes"] = processes
+    file = folder / "models.yaml"
+    file.write_text(json.dumps(given))
+    command = [python, "-m", "kvcached.cli.main", "serve", str(file)]
+    with _process(command, cores, folder, {"PYTHONUNBUFFERED": "1"}) as process:
+        found = _wait(process, folder, lambda: re.search(r"http://[^\s/]+:\d+", (folder / "out").read_text()))
+        yield process, found[0]
 
 
-class Load:
-    """Streams and short requests at one address for `seconds`; delays in milliseconds."""
-
-    def __init__(self, address: str, options: argparse.Namespace) -> None:
-        self.url = f"{address}/v1/chat/completions"
-        self.options = options
-        self.tokens_ms: list[float] = []
-        self.requests_ms: list[float] = []
-
-    async def run(self) -> None:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            begin_s = asyncio.get_running_loop().time() + WARM_UP_S
-            streams = [self.stream(session, begin_s) for _ in range(self.options.streams)]
-            await asyncio.gather(*streams, self.short_requests(session, begin_s))
-
-    async def stream(self, session: aiohttp.ClientSession, begin_s: float) -> None:
-        tokens = int((self.options.seconds + WARM_UP_S) * self.options.pace)
-        given = {"model": "chat", "stream": True, "max_tokens": tokens, "messages": []}
-        seen = 0
-        async with session.post(self.url, json=given) as response:
-            async for chunk in response.content.iter_any():
-                now_ns, now_s = time.monotonic_ns(), asyncio.get_running_loop().time()
-                events = [int(sent_ns) for sent_ns in EVENT.findall(chunk)]
-                seen += len(events)
-                if now_s >= begin_s:
-                    self.tokens_ms += [(now_ns - sent_ns) / 1e6 for sent_ns in events]
-        if seen != tokens:
-            raise SystemExit(f"a stream of {tokens} tokens had {seen}")
-
-    async def short_requests(self, session: aiohttp.ClientSession, begin_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        asking: set[asyncio.Task[None]] = set()
-        for number in range(int(self.options.seconds * self.options.requests)):
-            await asyncio.sleep(begin_s + number / self.options.requests - loop.time())
-            asking.add(loop.create_task(self.ask(session)))
-        await asyncio.gather(*asking)
-
-    async def ask(self, session: aiohttp.ClientSession) -> None:
-        start_ns = time.monotonic_ns()
-        async with session.post(self.url, json={"model": "chat", "messages": []}) as response:
-            await response.read()
-            if response.status != 200:
-                raise SystemExit(f"a request was answered with {response.status}")
-        self.requests_ms.append((time.monotonic_ns() - start_ns) / 1e6)
+@contextmanager
+def litellm(python: str, addresses: list[str], folder: Path, cores: Cores, processes: int):
+    """LiteLLM's proxy, with as many workers."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    deployments = [
+        {"model_name": "chat", "litellm_params": {"model": "openai/chat", "api_base": f"{address}/v1", "api_key": "none"}}
+        for address in addresses
+    ]
+    file = folder / "config.yaml"
+    file.write_text(json.dumps({"model_list": deployments, "litellm_settings": {"num_retries": 0, "request_timeout": 600}}))
+    command = [str(Path(python).with_name("litellm")), "--config", str(file), "--host", "127.0.0.1", "--port", str(port)]
+    quiet = {"LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_TELEMETRY": "False", "NO_PROXY": "127.0.0.1"}
+    with _process([*command, "--num_workers", str(processes)], cores, folder, quiet) as process:
+        address = f"http://127.0.0.1:{port}"
+        _wait(process, folder, lambda: _answers(f"{address}/health/liveliness"))
+        yield process, address
 
 
-def quantiles(values: list[float]) -> tuple[float, float]:
-    """Median and 95 %."""
-    ordered = sorted(values)
-    return statistics.median(ordered), ordered[int(0.95 * (len(ordered) - 1))]
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
 
 
-def measure(address: str, options: argparse.Namespace) -> dict[str, float]:
-    load = Load(address, options)
-    asyncio.run(load.run())
-    found = {"messages": float(len(load.tokens_ms) + len(load.requests_ms))}
-    for name, values in (("token", load.tokens_ms), ("request", load.requests_ms)):
-        if values:
-            found[f"{name}_p50_ms"], found[f"{name}_p95_ms"] = quantiles(values)
-    return found
+PROXIES = {"kvcached": kvcached, "litellm": litellm}
 
 
-def pairs(options: argparse.Namespace) -> list[dict[str, dict[str, float]]]:
+@dataclass
+class Use:
+    """Of a process and all below it."""
+
+    cpu_s: float
+    rss_mib: float
+
+    @classmethod
+    def of(cls, pid: int) -> Use:
+        fields = {int(path.parent.name): path.read_text().rpartition(")")[2].split() for path in _stats()}
+        family, grown = {pid}, True
+        while grown:
+            more = {child for child, said in fields.items() if int(said[1]) in family} - family
+            family, grown = family | more, bool(more)
+        rows = [fields[member] for member in family if member in fields]
+        ticks, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+        return cls(sum(int(row[11]) + int(row[12]) for row in rows) / ticks, sum(int(row[21]) for row in rows) * page / 2**20)
+
+
+def _stats():
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            path.read_text()
+        except OSError:
+            continue
+        yield path
+
+
+# ---------------------------------------------------------------------- measuring
+
+
+@dataclass
+class Way:
+    """One measurement."""
+
+    seen: Seen
+    plan: Plan
+    cores: float = 0.0
+    rss_mib: tuple[float, ...] = ()
+
+    @property
+    def arrived(self) -> float:
+        """Tokens of the measured time that came, of those that were due."""
+        due = self.plan.streams * self.plan.pace * self.plan.seconds
+        return len(self.seen.tokens_ms) / due if due else 1.0
+
+    def figures(self) -> dict[str, float]:
+        found = {"arrived": self.arrived, "lost": self.seen.lost, "failed": self.seen.failed, "cores": self.cores}
+        for name, values in (("token", self.seen.tokens_ms), ("request", self.seen.requests_ms)):
+            ordered = sorted(values)
+            if ordered:
+                found |= {f"{name}_p{share}_ms": ordered[int(share / 100 * (len(ordered) - 1))] for share in (50, 95, 99)}
+        return found
+
+
+def measure(addresses: list[str], options: argparse.Namespace, cores: Cores, scale: float, pid: int | None) -> Way:
+    """The load at these addresses; what the proxy `pid` uses meanwhile is measured after all streams have begun."""
+    ramp_s = options.ramp * scale
+    streams, requests = int(options.streams * scale), options.requests * scale
+    plan = Plan(addresses, streams, options.pace, requests, ramp_s, options.seconds, time.monotonic() + 0.5)
+    results = start_load(plan, options.generators, cores.turned)
+    time.sleep(max(0.0, plan.begin_s - time.monotonic()))
+    way = Way(Seen(), plan)
+    if pid is not None:
+        first, memory = Use.of(pid), []
+        while (left_s := plan.end_s - time.monotonic()) > 0:
+            time.sleep(min(1.0, left_s))
+            memory.append(Use.of(pid).rss_mib)
+        way.cores = (Use.of(pid).cpu_s - first.cpu_s) / plan.seconds
+        way.rss_mib = (first.rss_mib, max(memory), memory[-1])
+    for result in results:
+        if not result.poll(plan.end_s + 10 * GRACE_S - time.monotonic()):
+            raise SystemExit("the load did not end")
+        way.seen.add(result.recv())
+    return way
+
+
+def pairs(direct: list[str], through: str, pid: int, options: argparse.Namespace, cores: Cores) -> list[dict[str, Way]]:
     """Both ways in turn; the one that begins changes from pair to pair."""
     rows = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        engine(options.pace) as direct,
-        gateway(direct, Path(folder)) as (process, through),
-    ):
-        for number in range(options.pairs):
-            row = {}
-            for name, address in (("direct", direct), ("gateway", through))[:: 1 if number % 2 else -1]:
-                used_s = cpu_s(process.pid)
-                row[name] = measure(address, options)
-                row[name]["gateway_cpu_s"] = cpu_s(process.pid) - used_s
-            rows.append(row)
+    for number in range(options.pairs):
+        row = {}
+        for name in ("direct", "through")[:: 1 if number % 2 else -1]:
+            row[name] = measure(direct if name == "direct" else [through], options, cores, 1.0, None if name == "direct" else pid)
+        rows.append(row)
     return rows
 
 
-def report(rows: list[dict[str, dict[str, float]]]) -> dict[str, object]:
-    figures: dict[str, object] = {}
-    for name in [key for key in rows[0]["direct"] if key.endswith("_ms")]:
-        direct_ms, through_ms = (statistics.median(row[way][name] for row in rows) for way in ("direct", "gateway"))
-        added = [row["gateway"][name] - row["direct"][name] for row in rows]
-        figures[name] = {"direct": direct_ms, "gateway": through_ms, "added": added}
+def report(rows: list[dict[str, Way]]) -> dict[str, object]:
+    kept: dict[str, object] = {}
+    figures = [{name: way.figures() for name, way in row.items()} for row in rows]
+    for name in [key for key in figures[0]["direct"] if key.endswith("_ms") and key in figures[0]["through"]]:
+        ways = {way: statistics.median(row[way][name] for row in figures) for way in ("direct", "through")}
+        added = [row["through"][name] - row["direct"][name] for row in figures]
+        kept[name] = {**ways, "added": added}
         spread = f"added {statistics.median(added):+8.2f}  ({min(added):+.2f} to {max(added):+.2f})"
-        print(f"{name:<16} direct {direct_ms:8.2f}  gateway {through_ms:8.2f}  {spread}")
-    cost_us = statistics.median(row["gateway"]["gateway_cpu_s"] / row["gateway"]["messages"] * 1e6 for row in rows)
-    figures["gateway_cpu_us"] = cost_us
-    print(f"the gateway's process used {cost_us:.0f} us of a core for each token or request")
-    return figures
+        print(f"  {name:<15} direct {ways['direct']:8.2f}  through {ways['through']:8.2f}  {spread}")
+    kept["cores"] = [row["through"]["cores"] for row in figures]
+    kept["rss_mib"] = [row["through"].rss_mib for row in rows]
+    messages_per_s = len(rows[0]["through"].seen.tokens_ms + rows[0]["through"].seen.requests_ms) / rows[0]["through"].plan.seconds
+    cores = statistics.median(kept["cores"])
+    print(f"  the proxy used {cores:.2f} cores, {cores / messages_per_s * 1e6:.0f} us for each token or request")
+    print("  its memory, first, most, last: " + "; ".join(" ".join(f"{mib:.0f}" for mib in row) for row in kept["rss_mib"]) + " MiB")
+    for way in ("direct", "through"):
+        told = {name: [row[way][name] for row in figures] for name in ("arrived", "lost", "failed")}
+        kept[way] = told
+        share = " ".join(f"{value:.1%}" for value in told["arrived"])
+        print(f"  {way}: tokens that came {share}; streams lost {told['lost']}; requests failed {told['failed']}", flush=True)
+    return kept
+
+
+def saturation(direct: list[str], through: str, pid: int, options: argparse.Namespace, cores: Cores) -> float:
+    """The last of the steps that went well, as a multiple of the load; 0: none."""
+    last = 0.0
+    for scale in (step * options.first_step for step in STEPS):
+        rows = {"direct": measure(direct, options, cores, scale, None), "through": measure([through], options, cores, scale, pid)}
+        figures = {name: way.figures() for name, way in rows.items()}
+        names = [f"{what}_p95_ms" for what in ("token", "request") if f"{what}_p95_ms" in figures["through"]]
+        added = {name: figures["through"][name] - figures["direct"][name] for name in names}
+        well = figures["through"]["arrived"] > 0.98 and not figures["through"]["lost"] and not figures["through"]["failed"]
+        load = f"{options.streams * scale:6.0f} streams, {options.requests * scale:6.0f} requests/s"
+        told = ", ".join(f"{name} {value:+.2f}" for name, value in added.items())
+        print(
+            f"  x{scale:<5g} {load}: added {told}; {figures['through']['cores']:.2f} cores; came {figures['through']['arrived']:.1%}",
+            flush=True,
+        )
+        if not well or max(added.values(), default=0.0) > options.most_ms:
+            break
+        last = scale
+    print(f"  saturation: {last:g} times the load went well" if last else "  saturation: below the first step")
+    return last
+
+
+def run(options: argparse.Namespace) -> dict[str, object]:
+    kept: dict[str, object] = {}
+    cores = Cores.of(options)
+    with engines(options.engines, options.pace, cores.others) as direct:
+        for text in options.proxy or ["kvcached"]:
+            kind, _, python = text.partition("=")
+            processes = options.processes if kind == "kvcached" else options.workers
+            with tempfile.TemporaryDirectory() as folder:
+                with PROXIES[kind](python or sys.executable, direct, Path(folder), cores, processes) as (process, through):
+                    print(f"{kind}, {processes} process{'' if processes == 1 else 'es'}", flush=True)
+                    measure([through], argparse.Namespace(**{**vars(options), "seconds": 1.0}), cores, 0.05, None)  # warm up
+                    kept[kind] = report(pairs(direct, through, process.pid, options, cores))
+                    if options.saturate and kind == "kvcached":
+                        kept["saturation"] = saturation(direct, through, process.pid, options, cores)
+    return kept
 
 
 def main() -> None:
+    here = len(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--streams", type=int, default=20, help="open at once (%(default)s)")
+    parser.add_argument("--cores", type=int, default=here, help="the first so many of this process (%(default)s)")
+    parser.add_argument("--proxy-cores", type=int, default=2, help="of them for the proxy, if there are eight or more (%(default)s)")
+    parser.add_argument("--streams", type=int, help="open at once (2000, or 200)")
     parser.add_argument("--pace", type=float, default=20.0, help="tokens a second of each stream (%(default)s)")
-    parser.add_argument("--requests", type=float, default=50.0, help="short ones a second (%(default)s)")
+    parser.add_argument("--requests", type=float, help="short ones a second (1000, or 100)")
+    parser.add_argument("--ramp", type=float, default=3.0, help="seconds in which all streams begin (%(default)s)")
     parser.add_argument("--seconds", type=float, default=5.0, help="of one measurement (%(default)s)")
-    parser.add_argument("--pairs", type=int, default=5, help="direct and through the gateway (%(default)s)")
+    parser.add_argument("--pairs", type=int, default=3, help="direct and through the proxy (%(default)s)")
+    parser.add_argument("--engines", type=int, help="processes (half of the other cores)")
+    parser.add_argument("--generators", type=int, help="processes of the load (half of the other cores)")
+    parser.add_argument("--processes", type=int, default=1, help="of the gateway (%(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="of LiteLLM's proxy (%(default)s)")
+    parser.add_argument("--proxy", action="append", help="kvcached or litellm, and =PYTHON that has it; several in turn (kvcached)")
+    parser.add_argument("--saturate", action="store_true", help="then raise the load step by step")
+    parser.add_argument("--first-step", type=float, default=1.0, help="of the load (%(default)s)")
+    parser.add_argument("--most-ms", type=float, default=3.0, help="that may be added at 95 %% (%(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
-    rows = pairs(options)
+    few = options.cores < ENOUGH_CORES
+    half = max(1, (options.cores - options.proxy_cores) // 2) if not few else 1
+    options.engines, options.generators = options.engines or half, options.generators or half
+    options.streams = options.streams if options.streams is not None else 200 if few else 2000
+    options.requests = options.requests if options.requests is not None else 100.0 if few else 1000.0
     load = f"{options.streams} streams of {options.pace:g} tokens/s, {options.requests:g} requests/s, {options.pairs} pairs"
-    print(f"{load}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}")
-    figures = report(rows)
+    print(f"{load}; {options.engines} engines, {options.generators} processes of load; Python {platform.python_version()}")
+    place = "few: proxy, engines and load share them" if few else f"{options.proxy_cores} of them for the proxy"
+    print(f"{options.cores} cores, {place}; load average {os.getloadavg()[0]:.1f}", flush=True)
+    figures = run(options)
     if options.json:
-        options.json.write_text(json.dumps({"options": {**vars(options), "json": None}, "figures": figures}, indent=2) + "\n")
+        kept = {name: value for name, value in vars(options).items() if name != "json"}
+        options.json.write_text(json.dumps({"options": kept, "figures": figures}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

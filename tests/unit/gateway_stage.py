@@ -15,8 +15,10 @@ from yarl import URL
 from kvcached.controller.access import Access
 from kvcached.controller.build import build_backends, card_bytes, specs_of
 from kvcached.controller.config import parse_config
+from kvcached.controller.forwarding import Forwarders
 from kvcached.controller.gateway import Gateway
 from kvcached.controller.owner import Owner
+from kvcached.controller.tap import TappedConnector
 from kvcached.controller.traces import traces_to
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class Upstream:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.bodies: list[bytes] = []
+        self.peers: list[object] = []
         self.headers: list[dict[str, str]] = []
         self.gate = asyncio.Event()
         self.gate.set()
@@ -68,6 +71,7 @@ class Upstream:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         self.calls.append(request.raw_path)
         self.headers.append(dict(request.headers))
+        self.peers.append(request.transport and request.transport.get_extra_info("peername"))
         body = await request.read()
         self.bodies.append(body)
         self.arrived.set()
@@ -107,8 +111,9 @@ async def listening(app: web.Application, port: int = 0) -> AsyncIterator[str]:
 class Stage:
     """A gateway with one remote model `chat` (alias `gpt`) and what the test adds."""
 
-    def __init__(self, upstream: Upstream, owner: Owner, url: str, client: aiohttp.ClientSession) -> None:
+    def __init__(self, upstream: Upstream, owner: Owner, url: str, client: aiohttp.ClientSession, forwarders: Forwarders) -> None:
         self.upstream = upstream
+        self.forwarders = forwarders
         self.owner = owner
         self.url = url
         self.client = client
@@ -145,16 +150,17 @@ async def stage(
             **{name: {"engine": "remote", "address": upstream.address, **rest} for name, rest in given.pop("models", {}).items()},
         }
         config = parse_config(json.dumps({**given, "models": models}))
-        session = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=TappedConnector(), auto_decompress=False))
         environ = {"UPSTREAM_KEY": "their-key"}
         owner = Owner(specs_of(config), build_backends(config, environ, session), card_bytes(config), hold_s=0.0, grace_s=grace_s)
         await stack.enter_async_context(owner)
         traces = traces_to(config.traces)
         stack.push_async_callback(asyncio.to_thread, traces.close)
-        gateway = Gateway(config, Access(config, environ), owner, session, traces)
+        forwarders = await stack.enter_async_context(Forwarders(config.processes - 1))
+        gateway = Gateway(config, Access(config, environ), owner, session, traces, forwarders)
         url = await stack.enter_async_context(listening(gateway.app()))
         client = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
-        yield Stage(upstream, owner, url, client)
+        yield Stage(upstream, owner, url, client, forwarders)
 
 
 def play(scene: Callable[[], Awaitable[None]]) -> None:

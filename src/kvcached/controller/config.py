@@ -226,6 +226,8 @@ class ServeConfig(_Section):
     """folder of the engines' logs; default: `kvcached-logs` where this program was started"""
     traces: Address | None = None
     """collector of traces that takes OTLP over HTTP, such as http://127.0.0.1:4318; needs the extra `traces`; default: none"""
+    processes: Annotated[int, Field(ge=1, le=64)] = 1
+    """of the gateway: one admits and measures all requests, and the others carry streams, for more tokens than one core can pass on"""
     models: Annotated[dict[Name, Model], Field(min_length=1)]
     """name, as clients write it, and what it is"""
 

@@ -14,6 +14,7 @@ from aiohttp import web
 from kvcached.controller import page
 from kvcached.controller.api_errors import ApiError, no_such_model
 from kvcached.controller.choice import key_of
+from kvcached.controller.forwarding import Forwarders
 from kvcached.controller.manage import Management
 from kvcached.controller.origin import is_foreign, is_misled
 from kvcached.controller.proxy import Call, Proxy
@@ -42,11 +43,19 @@ _FORM_MODEL: Final = re.compile(rb';[ \t]*name="?model"?\r\n(?:[^\r\n]{1,200}\r\
 class Gateway:
     """The application. `created_s`: what `/v1/models` says, in seconds since 1970."""
 
-    def __init__(self, config: ServeConfig, access: Access, owner: Owner, session: aiohttp.ClientSession, traces: Traces) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        access: Access,
+        owner: Owner,
+        session: aiohttp.ClientSession,
+        traces: Traces,
+        forwarders: Forwarders | None = None,
+    ) -> None:
         self._config = config
         self._access = access
         self._owner = owner
-        self._proxy = Proxy(owner, session, traces)
+        self._proxy = Proxy(owner, session, traces, forwarders or Forwarders(0))
         self._names = config.names()
         self._created_s = int(time.time())
         self._management = Management(config, owner, self._everything, self._proxy.under_way)

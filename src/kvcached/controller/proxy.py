@@ -17,6 +17,7 @@ from yarl import URL
 from kvcached.controller.api_errors import ApiError, without_reason
 from kvcached.controller.choice import choose, failed, tried, worked
 from kvcached.controller.reply import HOP_BY_HOP, ClientGone, Reply, is_event_stream
+from kvcached.controller.tap import passage_of
 from kvcached.controller.traffic import Finished
 from kvcached.controller.usage import Meter
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvcached.controller.choice import Replica
+    from kvcached.controller.forwarding import Forwarders
     from kvcached.controller.owner import Owner
     from kvcached.controller.traces import RequestTrace, Traces
 
@@ -61,8 +63,9 @@ class _NothingSent(Exception):
 class Proxy:
     """`session` is used for all servers, and is the caller's to close."""
 
-    def __init__(self, owner: Owner, session: aiohttp.ClientSession, traces: Traces) -> None:
+    def __init__(self, owner: Owner, session: aiohttp.ClientSession, traces: Traces, forwarders: Forwarders) -> None:
         self._owner = owner
+        self._forwarders = forwarders
         self._session = session
         self._traces = traces
         self._trips: set[_Trip] = set()
@@ -158,9 +161,14 @@ class Proxy:
             return await reply.fail(chunk + await upstream.content.read())
         try:
             response = await reply.begin(upstream)
+            passage = await passage_of(upstream, reply.request, response, trip.meter) if is_event_stream(upstream) else None
+            passed_bytes = 0
             while chunk:
                 trip.meter.feed(chunk)
                 await response.write(chunk)
+                passed_bytes += len(chunk)
+                if passage is not None and passage.is_free(passed_bytes):
+                    await self._forwarders.carry(passage)
                 chunk = await self._next(upstream, reply, trip)
             await response.write_eof()
         except ConnectionError as error:  # of the client: aiohttp says so from write()

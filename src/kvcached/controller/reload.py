@@ -73,7 +73,7 @@ class Reload:
         return True
 
     def _refuse_what_cannot_be(self, new: ServeConfig) -> None:
-        for key in ("listen", "log_dir", "traces"):
+        for key in ("listen", "log_dir", "traces", "processes"):
             if getattr(new, key) != getattr(self._config, key):
                 raise SettingError(f"{key}: a change needs a new start")
         leaving = [name for name in new.models if name in self._owner.fleet.models and self._owner.fleet.models[name].retiring]

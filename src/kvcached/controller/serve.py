@@ -13,10 +13,12 @@ from aiohttp import web
 
 from kvcached.controller.access import Access
 from kvcached.controller.build import build_backends, card_bytes, listen_for_ends, log_dir_of, specs_of
+from kvcached.controller.forwarding import Forwarders
 from kvcached.controller.gateway import Gateway
 from kvcached.controller.handover import stop_accepting, take_over
 from kvcached.controller.owner import Owner
 from kvcached.controller.reload import Reload
+from kvcached.controller.tap import TappedConnector
 from kvcached.controller.traces import traces_to
 
 if TYPE_CHECKING:
@@ -42,13 +44,14 @@ async def serve(
     traces = traces_to(config.traces)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+        connector=TappedConnector(limit=0), timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
     ) as session:
         backends = build_backends(config, environ, session)
         found = await take_over(log_dir_of(config), backends)
-        async with Owner(specs_of(config), backends, card_bytes(config), found=found) as owner:
+        specs, room = specs_of(config), card_bytes(config)
+        async with Forwarders(config.processes - 1) as forwarders, Owner(specs, backends, room, found=found) as owner:
             listen_for_ends(owner, backends)  # before anything is awaited: one that was found may have ended
-            gateway = Gateway(config, access, owner, session, traces)
+            gateway = Gateway(config, access, owner, session, traces, forwarders)
             reload = Reload(config, environ, owner, gateway, session)
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload.take, read_again)
             await _listen(config, gateway, owner, on_ready, orders)

@@ -15,14 +15,27 @@ class Meter:
     """`tokens_in`, `tokens_out`: what the answer says at its end; of a stream that says nothing, `tokens_out` is its events."""
 
     def __init__(self) -> None:
-        self._events = 0
-        self._tail = b""
+        self.events = 0
+        self._tail = bytearray()
+        self._said: dict[bool, int] = {}
 
     def feed(self, chunk: bytes) -> None:
-        self._events += chunk.count(b"data: {")
-        self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
+        self.events += chunk.count(b"data: {")
+        self._tail += chunk
+        if len(self._tail) > 2 * _TAIL_BYTES:  # not each time: that would copy all of it for each token
+            del self._tail[:-_TAIL_BYTES]
+
+    def add(self, events: int, tokens_in: int | None, tokens_out: int | None) -> None:
+        """What another meter found in what followed: see `said`."""
+        self.events += events
+        self._said |= {is_input: tokens for is_input, tokens in ((True, tokens_in), (False, tokens_out)) if tokens is not None}
+
+    def said(self) -> tuple[int | None, int | None]:
+        """In and out, where the answer says it."""
+        found = {_IS_INPUT[name]: int(number) for name, number in _TOKENS.findall(self._tail[-_TAIL_BYTES:])} | self._said
+        return found.get(True), found.get(False)
 
     def tokens(self) -> tuple[int, int]:
         """In and out; 0 where nothing is known."""
-        said = {_IS_INPUT[name]: int(number) for name, number in _TOKENS.findall(self._tail)}
-        return said.get(True, 0), said.get(False, self._events)
+        tokens_in, tokens_out = self.said()
+        return tokens_in or 0, self.events if tokens_out is None else tokens_out

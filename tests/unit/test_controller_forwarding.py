@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams that go the short way, in the gateway's process and in another: real connections, real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from gateway_stage import PIECES, play, stage, until
+
+from kvcached.controller.states import State
+from kvcached.controller.tap import Passage
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from gateway_stage import Stage
+
+STREAM = {"model": "chat", "stream": True}
+EVENTS = {"Content-Type": "text/event-stream"}
+pytestmark = pytest.mark.parametrize("processes", [1, 2])
+
+
+class Paced:
+    """A server's stream whose pieces after the first wait until the test lets them."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.pieces = pieces
+        self.go = asyncio.Event()
+        self.sent = 0
+        self.ended = asyncio.Event()
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers=EVENTS)
+        await response.prepare(request)
+        try:
+            for number, piece in enumerate(self.pieces):
+                if number:
+                    await self.go.wait()
+                await response.write(piece)
+                self.sent += len(piece)
+        finally:
+            self.ended.set()
+        return response
+
+
+async def begun(it: Stage, script: Callable[[web.Request], Awaitable[web.StreamResponse]], first: bytes) -> aiohttp.ClientResponse:
+    """A stream that has gone its short way, after its first piece."""
+    await until(lambda: all(process.pid for process in it.forwarders.processes))
+    it.upstream.script.append(script)
+    response = await it.client.post(it.url + "/v1/chat/completions", json=STREAM)
+    assert await response.content.readexactly(len(first)) == first
+    await until(lambda: all(process.open for process in it.forwarders.processes))
+    return response
+
+
+def top(processes: int, **more: Any) -> dict[str, Any]:
+    return {"processes": processes, **more}
+
+
+def test_byte_for_byte_and_counted(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    carried = []
+    carry = Passage.carry
+
+    async def watched(passage: Passage) -> None:
+        carried.append(passage)
+        await carry(passage)
+
+    monkeypatch.setattr(Passage, "carry", watched)
+
+    async def scene() -> None:
+        async with stage(top=top(processes)) as it:
+            for _ in range(2):
+                paced = Paced(PIECES)
+                response = await begun(it, paced, PIECES[0])
+                paced.go.set()
+                assert await response.read() == b"".join(PIECES[1:])
+            await until(lambda: it.owner.traffic["chat"].total.finished == 2)
+            total = it.owner.traffic["chat"].total
+            assert (total.errors, total.tokens_in, total.tokens_out) == (0, 14, 4)
+            assert len(carried) == (2 if processes == 1 else 0)
+            connections = {peer for peer in it.upstream.peers if peer}
+            assert len(connections) == 1, "the server's connection was not used again"
+
+    play(scene)
+
+
+def test_a_large_event_in_many_reads(processes: int) -> None:
+    async def scene() -> None:
+        async with stage(top=top(processes)) as it:
+            paced = Paced([b"data: {}\n\n", b"data: {" + b"x" * 3_000_000 + b"}\n\n", b"data: [DONE]\n\n"])
+            response = await begun(it, paced, paced.pieces[0])
+            paced.go.set()
+            assert await response.read() == b"".join(paced.pieces[1:])
+
+    play(scene)
+
+
+def test_a_client_that_leaves_ends_it_at_the_server(processes: int) -> None:
+    async def scene() -> None:
+        async with stage(top=top(processes)) as it:
+            response = await begun(it, Paced(PIECES), PIECES[0])
+            response.close()
+            await it.upstream.hung_up.wait()
+            await until(lambda: not it.owner.fleet.models["chat"].busy)
+            assert not any(process.open for process in it.forwarders.processes)
+            assert it.owner.traffic["chat"].total.errors == 1
+
+    play(scene)
+
+
+@pytest.mark.parametrize("garbage", [b"", b"this is no chunk\r\n"])
+def test_a_server_that_is_lost_is_told_as_an_event(processes: int, garbage: bytes) -> None:
+    async def scene() -> None:
+        async with stage(top=top(processes)) as it:
+            go = asyncio.Event()
+
+            async def lost(request: web.Request) -> web.StreamResponse:
+                response = web.StreamResponse(headers=EVENTS)
+                await response.prepare(request)
+                await response.write(PIECES[0])
+                await go.wait()
+                assert request.transport is not None
+                request.transport.write(garbage)
+                request.transport.close()
+                return response
+
+            response = await begun(it, lost, PIECES[0])
+            go.set()
+            said = await response.read()
+            assert said.startswith(b"data: {") or said.startswith(b"\n\ndata: {")
+            assert b"upstream_lost" in said
+            await until(lambda: not it.owner.fleet.models["chat"].busy)
+
+    play(scene)
+
+
+def test_it_is_activity_and_an_action_in_a_hurry_ends_it_with_an_event(processes: int) -> None:
+    async def scene() -> None:
+        async with stage({"sleep": "host"}, top(processes)) as it:
+            response = await begun(it, Paced([b"data: {}\n\n", b""]), b"data: {}\n\n")
+            async with it.client.post(it.url + "/action/sleep/chat?wait_s=0.05"):
+                assert it.state() is State.DRAINING
+                assert it.owner.traffic["chat"].idle_s(it.owner.now_s) == 0
+            async with it.client.post(it.url + "/action/sleep/chat?mode=abort&wait_s=30") as slept:
+                assert slept.status == 200
+            assert b"model_put_to_sleep" in await response.read()
+            assert it.state() is State.ASLEEP
+
+    play(scene)
+
+
+def test_a_client_that_does_not_read_holds_the_server_back(processes: int) -> None:
+    async def scene() -> None:
+        async with stage(top=top(processes)) as it:
+            many = 3000
+            paced = Paced([b"data: {}\n\n", *[b"data: {" + b"%05d" % number + b"x" * 32_000 + b"}\n\n" for number in range(many)]])
+            response = await begun(it, paced, paced.pieces[0])
+            paced.go.set()
+            sent = -1
+            while sent != paced.sent:  # until nothing moves any more
+                sent = paced.sent
+                await asyncio.sleep(0.5)
+            assert sent < many * 32_000 / 2
+            assert await response.read() == b"".join(paced.pieces[1:])
+
+    play(scene)
+
+
+def test_a_process_that_is_killed_ends_its_streams_and_is_started_again(processes: int) -> None:
+    async def scene() -> None:
+        async with stage(top=top(processes)) as it:
+            if processes == 1:
+                return
+            response = await begun(it, Paced(PIECES), PIECES[0])
+            pid = it.forwarders.processes[0].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(aiohttp.ClientError):
+                await response.read()
+            await it.upstream.hung_up.wait()
+            await until(lambda: not it.owner.fleet.models["chat"].busy)
+            assert it.owner.traffic["chat"].total.errors == 1
+            await until(lambda: it.forwarders.processes[0].pid not in (None, pid))
+            paced = Paced(PIECES)
+            response = await begun(it, paced, PIECES[0])
+            paced.go.set()
+            assert await response.read() == b"".join(PIECES[1:])
+
+    play(scene)
