@@ -37,6 +37,8 @@ from gateway_load import GRACE_S, Plan, Seen, engines, start_load
 ENOUGH_CORES = 8
 STEPS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
 START_S = 120.0
+OPEN_TO_ALL = {"general_settings": {"dangerously_permit_weak_or_unset_master_key": True}}
+"""what LiteLLM's proxy calls an address that needs no key"""
 
 
 @dataclass
@@ -118,7 +120,7 @@ def litellm(python: str, addresses: list[str], folder: Path, cores: Cores, proce
         for address in addresses
     ]
     file = folder / "config.yaml"
-    file.write_text(json.dumps({"model_list": deployments, "litellm_settings": {"num_retries": 0, "request_timeout": 600}}))
+    file.write_text(json.dumps({"model_list": deployments, "litellm_settings": {"num_retries": 0, "request_timeout": 600}, **OPEN_TO_ALL}))
     command = [str(Path(python).with_name("litellm")), "--config", str(file), "--host", "127.0.0.1", "--port", str(port)]
     quiet = {"LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_TELEMETRY": "False", "NO_PROXY": "127.0.0.1"}
     with _process([*command, "--num_workers", str(processes)], cores, folder, quiet) as process:

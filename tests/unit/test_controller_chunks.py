@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ PAYLOADS = st.lists(st.binary(min_size=1, max_size=300), max_size=6)
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:
     at = sorted({place % (len(data) + 1) for place in places} | {0, len(data)})
-    return [data[begin:end] for begin, end in zip(at, at[1:], strict=False)]
+    return [data[begin:end] for begin, end in pairwise(at)]
 
 
 @given(PAYLOADS, st.lists(st.integers(0, 5000), max_size=8), st.binary(max_size=5))
