@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import TYPE_CHECKING
 
 from kvcached.cli.output import say, table
@@ -56,6 +57,7 @@ def run(path: Path) -> None:
     """Until a signal ends it. Raises `SettingError`, and `OSError` when the address is taken."""
     config = _checked(path)
     configure_logging(load_settings())
+    gc.freeze()  # what is there now stays; looking through it again and again would hold streams up
     with claimed(log_dir_of(config)):
         asyncio.run(serve(config, process_environment(), lambda address: _announce(config, address), lambda: _checked(path)))
 

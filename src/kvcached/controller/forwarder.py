@@ -9,6 +9,7 @@ closed, for instance since its owner died, this process ends, and with it what i
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
 import socket
@@ -182,6 +183,7 @@ async def carry_all(line: socket.socket) -> None:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # its owner lets streams end, and hangs up then
         signal.signal(number, signal.SIG_IGN)
+    gc.freeze()
     asyncio.run(carry_all(socket.socket(fileno=int(sys.argv[1]))))
 
 

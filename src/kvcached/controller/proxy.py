@@ -160,20 +160,28 @@ class Proxy:
             trip.complete = upstream.status < 500
             return await reply.fail(chunk + await upstream.content.read())
         try:
-            response = await reply.begin(upstream)
-            passage = await passage_of(upstream, reply.request, response, trip.meter) if is_event_stream(upstream) else None
-            passed_bytes = 0
-            while chunk:
+            if chunk and reply.begun is None and upstream.content.at_eof():
                 trip.meter.feed(chunk)
-                await response.write(chunk)
-                passed_bytes += len(chunk)
-                if passage is not None and passage.is_free(passed_bytes):
-                    await self._forwarders.carry(passage)
-                chunk = await self._next(upstream, reply, trip)
-            await response.write_eof()
+                response = await reply.send_whole(upstream, chunk)
+            else:
+                response = await self._pass_on(reply, upstream, trip, chunk)
         except ConnectionError as error:  # of the client: aiohttp says so from write()
             raise ClientGone from error
         trip.complete = not trip.broke
+        return response
+
+    async def _pass_on(self, reply: Reply, upstream: aiohttp.ClientResponse, trip: _Trip, chunk: bytes) -> web.StreamResponse:
+        response = await reply.begin(upstream)
+        passage = await passage_of(upstream, reply.request, response, trip.meter) if is_event_stream(upstream) else None
+        passed_bytes = 0
+        while chunk:
+            trip.meter.feed(chunk)
+            await response.write(chunk)
+            passed_bytes += len(chunk)
+            if passage is not None and passage.is_free(passed_bytes):
+                await self._forwarders.carry(passage)
+            chunk = await self._next(upstream, reply, trip)
+        await response.write_eof()
         return response
 
     async def _next(self, upstream: aiohttp.ClientResponse, reply: Reply, trip: _Trip) -> bytes:
