@@ -178,6 +178,8 @@ class Way:
     seen: Seen
     plan: Plan
     cores: float = 0.0
+    cpu_s: float = 0.0
+    """with what comes before and after the measured time"""
     rss_mib: tuple[float, ...] = ()
 
     @property
@@ -188,6 +190,7 @@ class Way:
 
     def figures(self) -> dict[str, float]:
         found = {"arrived": self.arrived, "lost": self.seen.lost, "failed": self.seen.failed, "cores": self.cores}
+        found["cpu_us"] = self.cpu_s / max(1, self.seen.messages) * 1e6
         for name, values in (("token", self.seen.tokens_ms), ("request", self.seen.requests_ms)):
             ordered = sorted(values)
             if ordered:
@@ -200,6 +203,7 @@ def measure(addresses: list[str], options: argparse.Namespace, cores: Cores, sca
     ramp_s = options.ramp * scale
     streams, requests = int(options.streams * scale), options.requests * scale
     plan = Plan(addresses, streams, options.pace, requests, ramp_s, options.seconds, time.monotonic() + 0.5)
+    before_s = Use.of(pid).cpu_s if pid is not None else 0.0
     results = start_load(plan, options.generators, cores.turned)
     time.sleep(max(0.0, plan.begin_s - time.monotonic()))
     way = Way(Seen(), plan)
@@ -214,6 +218,7 @@ def measure(addresses: list[str], options: argparse.Namespace, cores: Cores, sca
         if not result.poll(plan.end_s + 10 * GRACE_S - time.monotonic()):
             raise SystemExit("the load did not end")
         way.seen.add(result.recv())
+    way.cpu_s = Use.of(pid).cpu_s - before_s if pid is not None else 0.0
     return way
 
 
@@ -239,9 +244,9 @@ def report(rows: list[dict[str, Way]]) -> dict[str, object]:
         print(f"  {name:<15} direct {ways['direct']:8.2f}  through {ways['through']:8.2f}  {spread}")
     kept["cores"] = [row["through"]["cores"] for row in figures]
     kept["rss_mib"] = [row["through"].rss_mib for row in rows]
-    messages_per_s = len(rows[0]["through"].seen.tokens_ms + rows[0]["through"].seen.requests_ms) / rows[0]["through"].plan.seconds
-    cores = statistics.median(kept["cores"])
-    print(f"  the proxy used {cores:.2f} cores, {cores / messages_per_s * 1e6:.0f} us for each token or request")
+    kept["cpu_us"] = [row["through"]["cpu_us"] for row in figures]
+    cpu_us = statistics.median(kept["cpu_us"])
+    print(f"  the proxy used {statistics.median(kept['cores']):.2f} cores, {cpu_us:.0f} us for each token or request")
     print("  its memory, first, most, last: " + "; ".join(" ".join(f"{mib:.0f}" for mib in row) for row in kept["rss_mib"]) + " MiB")
     for way in ("direct", "through"):
         told = {name: [row[way][name] for row in figures] for name in ("arrived", "lost", "failed")}
@@ -282,9 +287,9 @@ def run(options: argparse.Namespace) -> dict[str, object]:
             processes = options.processes if kind == "kvcached" else options.workers
             with tempfile.TemporaryDirectory() as folder:
                 with PROXIES[kind](python or sys.executable, direct, Path(folder), cores, processes) as (process, through):
-                    print(f"{kind}, {processes} process{'' if processes == 1 else 'es'}", flush=True)
+                    print(f"{text}, {processes} process{'' if processes == 1 else 'es'}", flush=True)
                     measure([through], argparse.Namespace(**{**vars(options), "seconds": 1.0}), cores, 0.05, None)  # warm up
-                    kept[kind] = report(pairs(direct, through, process.pid, options, cores))
+                    kept[text] = report(pairs(direct, through, process.pid, options, cores))
                     if options.saturate and kind == "kvcached":
                         kept["saturation"] = saturation(direct, through, process.pid, options, cores)
     return kept

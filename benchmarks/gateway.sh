@@ -17,4 +17,4 @@ import pathlib, sys, sysconfig, zipfile
 for wheel in pathlib.Path(sys.argv[1]).glob("*.whl"):
     zipfile.ZipFile(wheel).extractall(sysconfig.get_path("purelib"))
 END
-PYTHONPATH="$PWD/src" "$place/venv/bin/python" benchmarks/gateway.py "$@"
+PATH="$place/venv/bin:$PATH" PYTHONPATH="$PWD/src" python benchmarks/gateway.py "$@"

@@ -168,16 +168,19 @@ class Plan:
 
 @dataclass
 class Seen:
-    """What one process of the load saw. `lost`: streams that did not end with all their tokens in their order."""
+    """What one process of the load saw. `lost`: streams that did not end with all their tokens in their order. `messages`: tokens and
+    answers that came at any time."""
 
     tokens_ms: array = field(default_factory=lambda: array("f"))
     requests_ms: array = field(default_factory=lambda: array("f"))
+    messages: int = 0
     lost: int = 0
     failed: int = 0
 
     def add(self, other: Seen) -> None:
         self.tokens_ms += other.tokens_ms
         self.requests_ms += other.requests_ms
+        self.messages += other.messages
         self.lost += other.lost
         self.failed += other.failed
 
@@ -248,6 +251,7 @@ class Short(asyncio.Protocol):
             return
         if self.given.startswith(b"HTTP/1.1 200"):
             self.seen.requests_ms.append((time.monotonic_ns() - self.start_ns) / 1e6)
+        self.seen.messages += 1
         self.given = b""
         self.idle.append(self)
 
@@ -278,6 +282,7 @@ class Load:
             well = await asyncio.wait_for(stream.ended, self.plan.end_s + GRACE_S - self.loop.time())
         except (OSError, asyncio.TimeoutError):
             well = False
+        self.seen.messages += stream.number
         self.seen.lost += not well
 
     async def short_requests(self) -> None:
