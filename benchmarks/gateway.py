@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import re
+import resource
 import signal
 import socket
 import statistics
@@ -316,6 +317,8 @@ def main() -> None:
     parser.add_argument("--most-ms", type=float, default=3.0, help="that may be added at 95 %% (%(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # for all processes: each stream is a connection or two
     few = options.cores < ENOUGH_CORES
     half = max(1, (options.cores - options.proxy_cores) // 2) if not few else 1
     options.engines, options.generators = options.engines or half, options.generators or half

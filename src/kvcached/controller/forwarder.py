@@ -45,6 +45,7 @@ class Carriage:
         self.ticket = ticket
         self.how = ""
         self.is_clean = True
+        self._is_left = False
         self.server: asyncio.Transport | None = None
         self.client: asyncio.Transport | None = None
         self.meter = Meter()
@@ -55,7 +56,7 @@ class Carriage:
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: _Client(self), sock=client)
         await loop.create_connection(lambda: _Server(self), sock=server)
-        if self.how:
+        if self.how or self._is_left:
             self._close()
 
     def pass_on(self, data: bytes) -> None:
@@ -77,13 +78,18 @@ class Carriage:
             self.how = how
             self._close()
 
+    def leave(self) -> None:
+        """Its owner waits for the client's connection, whatever is still to be sent there."""
+        self._is_left = True
+        self.how = self.how or "left"
+        self._close()
+
     def _close(self) -> None:
-        """What is left for the client is sent, but where somebody waits for its connection."""
         if self.server is not None:
             self.server.abort()
         if self.client is None:
             return
-        if self.how == "left":
+        if self._is_left:
             self.is_clean = not self.client.get_write_buffer_size()
             self.client.abort()
         else:
@@ -157,10 +163,16 @@ class Desk:
         message = json.loads(data)
         if "leave" in message:
             if message["leave"] in self._carriages:
-                self._carriages[message["leave"]].end("left")
+                self._carriages[message["leave"]].leave()
             return
         carriage = self._carriages[message["take"]] = Carriage(message["take"], self)
-        server, client = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+        ends = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        if len(ends) < 2:  # this process may not have so many
+            for end in ends:
+                end.close()
+            carriage.client_closed(None)
+            return
+        server, client = ends
         start = asyncio.get_running_loop().create_task(carriage.start(server, client))
         self._starts.add(start)
         start.add_done_callback(self._starts.discard)

@@ -8,6 +8,7 @@ stream has ended there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -147,10 +148,11 @@ class Forwarders:
 def _take_back(passage: Passage, future: asyncio.Future[Ended]) -> None:
     ended = future.result() if future.done() else None
     if ended is None or not ended.is_clean:
+        with contextlib.suppress(OSError):  # closed as it is already
+            passage.client.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # for whoever else has it, too
         passage.client.abort()
     if ended is not None:
         passage.meter.add(ended.events, ended.tokens_in, ended.tokens_out)
-    passage.tap.transport.resume_reading()
     passage.tap.restore(whole=ended is not None and ended.how == "whole")
 
 

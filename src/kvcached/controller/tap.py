@@ -65,6 +65,7 @@ class Tap(asyncio.Protocol):
         """aiohttp hears how it ended. Not `whole`: the connection is of no use any more."""
         self._sink = None
         if whole and self.chunks is not None:
+            self.transport.resume_reading()
             self._inner.data_received(LAST + self.chunks.rest)
         else:
             self.transport.abort()
@@ -167,8 +168,8 @@ class Passage:
             while not self._ended:
                 await self._news.wait()
                 self._news.clear()
-                if self._is_full:
-                    await self._writer.drain()
+                await self._writer.drain()
+                if not self._ended:  # else the connection may be another request's by now
                     self.tap.transport.resume_reading()
         finally:
             if not self._ended:
