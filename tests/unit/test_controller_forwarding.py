@@ -163,7 +163,9 @@ def test_a_server_that_is_lost_is_told_as_an_event(processes: int, garbage: byte
                 await response.write(PIECES[0])
                 await go.wait()
                 assert request.transport is not None
-                request.transport.write(garbage)
+                if garbage:
+                    request.transport.write(garbage)
+                    await asyncio.Event().wait()
                 request.transport.close()
                 return response
 
