@@ -125,6 +125,34 @@ def test_what_comes_while_the_first_piece_is_written_is_not_overtaken(processes:
 
 
 @both
+def test_a_first_read_that_is_half_of_a_chunk(processes: int) -> None:
+    async def scene() -> None:
+        async with stage(top=top(processes)) as it:
+            go = asyncio.Event()
+
+            async def halves(request: web.Request) -> web.StreamResponse:
+                response = web.StreamResponse(headers=EVENTS)
+                await response.prepare(request)
+                assert request.transport is not None
+                request.transport.write(b"a\r\ndata:")
+                await go.wait()
+                request.transport.write(b" {}\n\n\r\n")
+                await asyncio.sleep(0.1)  # so that what follows can go the short way
+                await response.write(b"data: [DONE]\n\n")
+                return response
+
+            it.upstream.script.append(halves)
+            response = await it.client.post(it.url + "/v1/chat/completions", json=STREAM)
+            assert await response.content.readexactly(5) == b"data:"
+            go.set()
+            assert await response.read() == b" {}\n\ndata: [DONE]\n\n"
+            await until(lambda: it.owner.traffic["chat"].total.finished == 1)
+            assert it.owner.traffic["chat"].total.errors == 0
+
+    play(scene)
+
+
+@both
 def test_a_large_event_in_many_reads(processes: int) -> None:
     async def scene() -> None:
         async with stage(top=top(processes)) as it:
@@ -209,6 +237,7 @@ def test_a_client_that_does_not_read_holds_the_server_back(processes: int) -> No
                 await asyncio.sleep(0.5)
             assert sent < many * 32_000 / 2
             assert await response.read() == b"".join(paced.pieces[1:])
+            assert (await it.post())[0] == 200, "the server's connection was left as it was"
 
     play(scene)
 
