@@ -287,7 +287,10 @@ def run(options: argparse.Namespace) -> dict[str, object]:
             kind, _, python = text.partition("=")
             processes = options.processes if kind == "kvcached" else options.workers
             with tempfile.TemporaryDirectory() as folder:
-                with PROXIES[kind](python or sys.executable, direct, Path(folder), cores, processes) as (process, through):
+                with PROXIES[kind](str(Path(python).absolute()) if python else sys.executable, direct, Path(folder), cores, processes) as (
+                    process,
+                    through,
+                ):
                     print(f"{text}, {processes} process{'' if processes == 1 else 'es'}", flush=True)
                     measure([through], argparse.Namespace(**{**vars(options), "seconds": 1.0}), cores, 0.05, None)  # warm up
                     kept[text] = report(pairs(direct, through, process.pid, options, cores))
