@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from kvcached import processes
 from kvcached.controller import leftovers
 from kvcached.controller.adoption import Record
+from kvcached.controller.last_words import cause_of
 from kvcached.controller.leader import Leader
 from kvcached.controller.server_log import ServerLog, open_to_append
 from kvcached.controller.states import State
@@ -31,7 +32,8 @@ _log = logging.getLogger("kvcached.engine")
 TERM_GRACE_S: Final = 20.0
 KILL_GRACE_S: Final = 10.0
 _POLL_S: Final = 0.05
-_TAIL_LINES: Final = 20
+_TAIL_LINES: Final = 400
+"""vLLM says dozens after the one with the cause."""
 _BACK_BYTES: Final = 65_536
 
 
@@ -107,9 +109,9 @@ class EngineProcess:
         leftovers.note(self._path, self._record)
 
     async def last_words(self) -> str:
-        """Of a process that has ended."""
+        """Of a process that has ended: why, and where all that it said is."""
         await self._until_followed()
-        return " / ".join(list(self.tail)[-3:])
+        return f"{cause_of(self.tail)} (its log: {self._path})"
 
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL to the whole group. Nothing of it is left after it."""
