@@ -211,11 +211,14 @@ def test_one_that_cannot_start_is_tried_three_times_and_then_told(tmp_path: Path
         assert it.call("/health/chat", method="GET")[0] == 503
 
 
-def test_what_can_be_done_about_it_is_told(tmp_path: Path) -> None:
-    (tmp_path / "die").write_text("  Value error, Sleep mode is not supported on current platform.\nFor more\nsee\nthere\n")
+def test_why_it_ended_and_what_can_be_done_about_it_is_told(tmp_path: Path) -> None:
+    after = "".join(f"    line {number} of a traceback\n" for number in range(100))
+    (tmp_path / "die").write_text(f"  Value error, Sleep mode is not supported on current platform.\n{after}")
     with running(tmp_path) as it:
         _, body = it.ask()
-        assert "see / there -> the engine found no GPU: write `card: host:0`" in json.loads(body)["error"]["message"]
+        message = json.loads(body)["error"]["message"]
+        log = tmp_path / "logs" / "chat.log"
+        assert f"Value error, Sleep mode is not supported on current platform. (its log: {log}) -> the engine found no GPU" in message
 
 
 def test_one_whose_port_somebody_else_has_is_not_taken_for_ready_and_is_started_again_with_another(tmp_path: Path) -> None:
@@ -303,6 +306,29 @@ def test_a_changed_file_is_taken_without_dropping_a_stream(tmp_path: Path) -> No
         assert it.ask()[0] == 200
         it.reload({"more": it.chat})
         assert it.call("/v1/completions", {"model": "chat"})[0] == 404
+
+
+def test_a_corrected_file_ends_a_start_that_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "linger").touch()
+    (tmp_path / "right").mkdir()
+    with running(tmp_path) as it:
+        thread, found = in_background(it.ask)
+        until(lambda: (tmp_path / "calls").exists() and "started as process" in it.errors())
+        pids = re.findall(r"started as process (\d+)", it.errors())
+        it.reload({"chat": {**it.chat, "env": {**it.chat["env"], "STANDIN_FOLDER": str(tmp_path / "right")}}})
+        thread.join(WAIT_S)
+        assert [answer[0] for answer in found if isinstance(answer, tuple)] == [200]
+        assert it.calls() == ["start"]
+        assert not processes.is_there(int(pids[0]))
+
+
+def test_a_corrected_file_ends_the_pause_of_one_that_fails(tmp_path: Path) -> None:
+    (tmp_path / "die").touch()
+    with running(tmp_path, preload=True) as it:
+        until(lambda: (tmp_path / "calls").exists() and it.calls().count("start") == 4 and it.state() == "failed")
+        (tmp_path / "die").unlink()
+        it.reload({"chat": {**it.chat, "aliases": ["gpt"]}})
+        assert it.ask()[0] == 200, "it was to be tried again in 8 s, and requests refused until then"
 
 
 def test_the_end_does_not_wait_for_a_model_that_is_starting(tmp_path: Path) -> None:

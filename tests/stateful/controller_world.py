@@ -10,7 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from kvcached.controller.fleet import Fleet
-from kvcached.controller.states import AWAKE, Admit, Effect, Hurry, Refuse, Removed, Renewed, Sleep, Spec, Start, State, Wake
+from kvcached.controller.states import AWAKE, Admit, Effect, Hurry, Interrupt, Refuse, Removed, Renewed, Sleep, Spec, Start, State, Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -26,6 +26,7 @@ class Engine:
     awake: bool = False
     running: bool = False
     attempt: int | None = None
+    begun: int = 0
     open: set[int] = field(default_factory=set)
 
     @property
@@ -99,6 +100,10 @@ class World:
                 case Hurry(name):
                     for ticket in list(self.engines[name].open):
                         self.after(0.0, lambda ticket=ticket: self.leave(ticket))
+                case Interrupt(name, attempt):
+                    engine = self.engines[name]
+                    assert engine.attempt == attempt, "there is nothing to be ended"
+                    self.after(self.random.uniform(0, 2), lambda engine=engine, begun=engine.begun: self._interrupted(engine, begun))
                 case Removed(name):
                     assert not self.engines[name].running
                     assert not self.engines[name].open
@@ -121,9 +126,18 @@ class World:
         assert engine.running == is_wake
         assert not engine.awake
         engine.attempt, engine.awake, engine.running = attempt, True, True
-        self.after(self.random.uniform(0.1, 3) if is_wake else self.random.uniform(5, 60), lambda: self._roused(engine, attempt, is_wake))
+        engine.begun += 1
+        begun, takes_s = engine.begun, self.random.uniform(0.1, 3) if is_wake else self.random.uniform(5, 60)
+        self.after(takes_s, lambda: self._roused(engine, begun, attempt, is_wake))
 
-    def _roused(self, engine: Engine, attempt: int, is_wake: bool) -> None:
+    def _interrupted(self, engine: Engine, begun: int) -> None:
+        if (attempt := engine.attempt) is not None and engine.begun == begun:
+            engine.attempt, engine.awake, engine.running = None, False, False
+            self.perform(self.fleet.failed(engine.spec.name, attempt, "it was ended", self.now_s))
+
+    def _roused(self, engine: Engine, begun: int, attempt: int, is_wake: bool) -> None:
+        if engine.begun != begun or engine.attempt != attempt:
+            return  # it was interrupted
         engine.attempt = None
         if self.random.random() >= self.faults:
             self.perform(self.fleet.done(engine.spec.name, attempt, self.now_s))

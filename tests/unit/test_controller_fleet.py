@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvcached.controller.fleet import LONGEST_PAUSE_S, Fleet
-from kvcached.controller.states import Admit, Effect, Hurry, Refuse, Removed, Renewed, Sleep, Spec, Start, State, Why
+from kvcached.controller.states import Admit, Effect, Hurry, Interrupt, Refuse, Removed, Renewed, Sleep, Spec, Start, State, Why
 from kvcached.errors import Misuse
 
 if TYPE_CHECKING:
@@ -415,3 +415,47 @@ class TestTheFile:
         assert leave(fleet) == []
         assert fleet.done("a", 2, 2.0) == [Sleep("a", 3, stop=True)]
         assert kinds(fleet.done("a", 3, 3.0)) in (["Removed"], ["Renewed"])
+
+    def test_a_start_is_not_waited_for_and_who_waits_gets_the_new_one(self) -> None:
+        fleet = Fleet([A], 0.0)
+        ticket, _ = fleet.asked("a", 0.0)
+        assert fleet.renew(replace(A, priority=1), 1.0) == [Interrupt("a", 1)]
+        assert fleet.failed("a", 1, "it was ended", 2.0) == [Renewed("a"), Start("a", 2)]
+        assert fleet.done("a", 2, 3.0) == [Admit(ticket)]
+
+    def test_one_that_is_removed_while_it_starts_is_ended_then(self) -> None:
+        fleet = Fleet([A], 0.0)
+        fleet.wish_wake("a", 0.0)
+        assert fleet.retire("a", 1.0) == [Interrupt("a", 1)]
+        assert fleet.failed("a", 1, "it was ended", 2.0) == [Removed("a")]
+
+    def failing(self, times: int = 3) -> tuple[Fleet, int]:
+        """One that is kept, and a request that waits for it if so many failures leave one."""
+        fleet = Fleet([replace(A, keep=True)], 0.0)
+        fleet.begin(0.0)
+        ticket, _ = fleet.asked("a", 0.0)
+        for _ in range(times):
+            now_s = fleet.models["a"].retry_at_s
+            fleet.tick(now_s)
+            fleet.failed("a", fleet.models["a"].attempt, "no such model", now_s)
+        return fleet, ticket
+
+    def test_a_new_file_ends_the_pause_of_one_that_fails(self) -> None:
+        fleet, _ = self.failing()
+        now_s = fleet.models["a"].retry_at_s - 1.0
+        assert kinds(fleet.asked("a", now_s)[1]) == ["Refuse"]
+        assert fleet.renew(replace(A, keep=True, priority=1), now_s) == [Renewed("a"), Start("a", 4)]
+        assert fleet.models["a"].failures == 0
+        assert fleet.asked("a", now_s)[1] == [], "it waits"
+
+    def test_a_new_file_that_its_server_need_not_know_does_so_too(self) -> None:
+        fleet, _ = self.failing()
+        assert fleet.add(replace(A, keep=True, ttl_s=9.0), fleet.models["a"].retry_at_s - 1.0) == [Start("a", 4)]
+
+    def test_the_failure_of_a_start_that_nobody_wants_any_more_refuses_nobody(self) -> None:
+        fleet, ticket = self.failing(2)
+        now_s = fleet.models["a"].retry_at_s
+        assert fleet.tick(now_s) == [Start("a", 3)]
+        assert fleet.renew(replace(A, keep=True, priority=1), now_s) == [Interrupt("a", 3)]
+        assert fleet.failed("a", 3, "no such model", now_s) == [Renewed("a"), Start("a", 4)]
+        assert fleet.done("a", 4, now_s) == [Admit(ticket)]

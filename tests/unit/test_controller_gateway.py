@@ -255,6 +255,27 @@ class TestFailures:
 
         play(scene)
 
+    @pytest.mark.parametrize(
+        ("path", "expected"),
+        [
+            ("/v1/nothing", {"error": {"message": "Not Found", "type": "invalid_request_error", "param": None, "code": "not_found"}}),
+            ("/v1/messages/nothing", {"type": "error", "error": {"type": "not_found_error", "message": "Not Found"}}),
+            ("/upstream/chat/nothing", {"detail": "Not Found"}),
+        ],
+    )
+    def test_what_a_server_does_not_have_is_told_in_the_shape_of_the_api(self, path: str, expected: dict[str, Any]) -> None:
+        async def scene() -> None:
+            async with stage() as it:
+
+                async def nothing(request: web.Request) -> web.StreamResponse:
+                    return web.json_response({"detail": "Not Found"}, status=404, headers={"X-From": "upstream"})
+
+                it.upstream.script.append(nothing)
+                status, body, headers = await it.post(path)
+                assert (status, json.loads(body), headers["X-From"]) == (404, expected, "upstream")
+
+        play(scene)
+
     def test_nobody_there(self) -> None:
         async def scene() -> None:
             async with stage({"queue_timeout_s": 0.3}, addresses=["http://127.0.0.1:9"]) as it:
@@ -390,6 +411,34 @@ class TestSleep:
                     assert (response.status, (await response.json())["state"]) == (200, "asleep")
                 status, body, headers = await asking
                 assert (status, error_of(body)["code"], headers["Retry-After"]) == (503, "model_put_to_sleep", "1")
+
+        play(scene)
+
+    def test_what_outlasts_the_grace_of_an_orderly_end_is_told_why(self) -> None:
+        async def scene() -> None:
+            async with stage() as it:
+                it.upstream.gate.clear()
+                asking = asyncio.create_task(it.post())
+                await it.upstream.arrived.wait()
+                await it.owner.close()
+                status, body, headers = await asking
+                assert (status, error_of(body)["code"], headers["Retry-After"]) == (503, "shutting_down", "5")
+
+        play(scene)
+
+    def test_a_model_that_an_orderly_end_has_ended_already_is_worth_to_ask_again(self) -> None:
+        async def scene() -> None:
+            async with stage({}, {"models": {"other": {}}}) as it:
+                it.upstream.gate.clear()
+                asking = asyncio.create_task(it.post())
+                await it.upstream.arrived.wait()
+                closing = asyncio.create_task(it.owner.close())
+                await until(lambda: "other" not in it.owner.fleet.models)
+                status, body, headers = await it.post(body={"model": "other"})
+                assert (status, error_of(body)["code"], headers["Retry-After"]) == (503, "shutting_down", "5")
+                assert (await it.post(body={"model": "nobody"}))[0] == 404
+                it.upstream.gate.set()
+                await asyncio.gather(closing, asking)
 
         play(scene)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 import math
+from http import HTTPStatus
 from typing import Final
 
-from kvcached.controller.states import Refuse, Why
+from kvcached.controller.states import CLOSING, Refuse, Why
 
 _TYPES: Final = {
     400: "invalid_request_error",
@@ -74,6 +75,19 @@ def error_event(body: bytes, path: str) -> bytes:
     return name + b"data: " + body + b"\n\n"
 
 
+def reshaped(status: int, body: bytes, path: str) -> bytes | None:
+    """What a server's framework says where the server has no such path or method, as clients of `path` expect it; None: it is all else."""
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if status < 400 or not isinstance(said, dict) or said.keys() != {"detail"}:
+        return None
+    message = said["detail"] if isinstance(said["detail"], str) else json.dumps(said["detail"])
+    word = HTTPStatus(status).name.lower() if status in HTTPStatus._value2member_map_ else "upstream_error"
+    return ApiError(status, message, word).body(path)
+
+
 def refused(refusal: Refuse) -> ApiError:
     """429 where the client asked too much, 404 where the model is no more, else 503."""
     status = {Why.QUEUE_FULL: 429, Why.GONE: 404}.get(refusal.why, 503)
@@ -85,6 +99,10 @@ def without_reason(error: ApiError, model: str) -> ApiError:
     if error.code != Why.FAILED.value:
         return error
     return ApiError(error.status, f"{model} failed; who runs it finds the reason at /sleep/status", error.code, error.retry_after_s)
+
+
+def shutting_down() -> ApiError:
+    return ApiError(503, CLOSING, Why.CLOSING.value, 5.0)
 
 
 def no_such_model(name: str) -> ApiError:

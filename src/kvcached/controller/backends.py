@@ -36,7 +36,7 @@ class BackendFailed(KVCachedError):
 
 
 class Backend(Protocol):
-    """The servers of one model. Every call has an end, and raises `BackendFailed`; one call at a time.
+    """The servers of one model. Every call has an end, and raises `BackendFailed`; one call at a time, but that `stop` may end a `start`.
 
     After `start` or `wake` failed (but for `no_memory`) nothing of the servers that it started is left.
     """

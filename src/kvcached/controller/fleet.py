@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Final
 from kvcached.controller.placement import Room
 from kvcached.controller.states import (
     AT_REST,
+    CLOSING,
     PATIENCE,
     UNDER_WAY,
     Admit,
     Effect,
     Hurry,
+    Interrupt,
     Left,
     Model,
     Refuse,
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
-_CLOSING: Final = "the gateway is shutting down"
 HEALTHY_S: Final = 60.0
 """A failure after so long awake counts as the first."""
 
@@ -53,7 +54,7 @@ class Fleet:
         self._hold_s = hold_s
         self._newest_ticket = 0
         self._owner: dict[int, str] = {}
-        self._closing = False
+        self.closing = False
         for spec in specs:
             self._insert(spec, now_s)
 
@@ -66,7 +67,7 @@ class Fleet:
         return self._after(now_s, [])
 
     def add(self, spec: Spec, now_s: float) -> list[Effect]:
-        """A new model, or new facts of one that there is; what is open stays open. Raises `Misuse` while the old one is leaving."""
+        """A new model, or new facts: what is open stays open, what failed is tried at once. Raises `Misuse` while the old one leaves."""
         old = self.models.get(spec.name)
         if old is None:
             self._insert(spec, now_s)
@@ -76,29 +77,33 @@ class Fleet:
             old.renewal = spec
         else:
             old.spec = spec
+            old.forget_failures(now_s)
         return self._after(now_s, [])
 
     def renew(self, spec: Spec, now_s: float) -> list[Effect]:
-        """New facts that need a new server: open streams end first, the old server ends, and `Renewed` is said. Raises `Misuse`."""
+        """New facts that need a new server: open streams end, the old server ends, `Renewed` is said; a start is ended. Raises `Misuse`."""
         model = self.models[spec.name]
         if model.retiring:
             raise Misuse(f"{spec.name} is being removed; change it again when it is gone")
         model.renewal = spec
-        return self._after(now_s, [])
+        return self._after(now_s, self._interrupt(model))
 
     def retire(self, name: str, now_s: float) -> list[Effect]:
         """It takes no further request; when its last stream has ended its server ends too, and `Removed` is said."""
         model = self.models[name]
         model.retiring, model.renewal, model.wanted_since_s = True, None, None
-        why, retry_after_s, reason = (Why.CLOSING, 5.0, _CLOSING) if self._closing else (Why.GONE, 0.0, f"{name} was removed")
+        why, retry_after_s, reason = (Why.CLOSING, 5.0, CLOSING) if self.closing else (Why.GONE, 0.0, f"{name} was removed")
         refused = self._refuse_all(model, why, retry_after_s, reason)
         if model.state is State.READY:
             model.move(State.DRAINING, now_s, "it was removed")
-        return self._after(now_s, refused)
+        return self._after(now_s, [*refused, *self._interrupt(model)])
+
+    def _interrupt(self, model: Model) -> list[Effect]:
+        return [Interrupt(model.name, model.attempt)] if model.state is State.STARTING else []
 
     def close(self, now_s: float) -> list[Effect]:
         """Everything is retired, and nothing is let in."""
-        self._closing = True
+        self.closing = True
         return [effect for name in list(self.models) for effect in self.retire(name, now_s)]
 
     def let_go(self, now_s: float) -> list[Effect]:
@@ -130,8 +135,8 @@ class Fleet:
         return ticket, self._after(now_s, [])
 
     def _refusal(self, model: Model, ticket: int, now_s: float) -> Refuse | None:
-        if self._closing:
-            return Refuse(ticket, Why.CLOSING, 5.0, _CLOSING)
+        if self.closing:
+            return Refuse(ticket, Why.CLOSING, 5.0, CLOSING)
         if model.retiring:
             return Refuse(ticket, Why.GONE, 0.0, f"{model.name} was removed")
         if model.state is State.FAILED and model.failures >= PATIENCE:
@@ -189,7 +194,7 @@ class Fleet:
 
     def done(self, name: str, attempt: int, now_s: float) -> list[Effect]:
         """What was asked with this attempt has succeeded. A report of an earlier attempt does nothing."""
-        model = self._current(name, attempt)
+        model = self.under_way(name, attempt)
         if model is None:
             return []
         if model.state is State.GOING_TO_SLEEP:
@@ -219,7 +224,7 @@ class Fleet:
 
         After a start or a wake-up that failed otherwise the shell has ended what was left of the server.
         """
-        model = self._current(name, attempt)
+        model = self.under_way(name, attempt)
         if model is None:
             return []
         if model.state is State.GOING_TO_SLEEP:
@@ -260,7 +265,8 @@ class Fleet:
             model.wanted_since_s = now_s if model.busy or model.spec.keep else None
         return self._after(now_s, self._fail(model, reason, now_s))
 
-    def _current(self, name: str, attempt: int) -> Model | None:
+    def under_way(self, name: str, attempt: int) -> Model | None:
+        """The model, if `done` or `failed` with this attempt is still to come."""
         model = self.models.get(name)
         return model if model is not None and model.state in UNDER_WAY and model.attempt == attempt else None
 
@@ -283,7 +289,7 @@ class Fleet:
         return self._lose_patience(model, now_s)
 
     def _lose_patience(self, model: Model, now_s: float) -> list[Effect]:
-        if model.failures < PATIENCE:
+        if model.failures < PATIENCE or model.renewal is not None:
             return []
         if not model.spec.keep:
             model.wanted_since_s = None
@@ -363,7 +369,8 @@ class Fleet:
         if model.state is State.ASLEEP:
             return self._end_sleeper(model, "it was removed" if model.retiring else "it was changed", now_s)
         if model.renewal is not None:
-            model.spec, model.renewal, model.failures, model.wake_cost_s = model.renewal, None, 0, None
+            model.spec, model.renewal, model.wake_cost_s = model.renewal, None, None
+            model.forget_failures(now_s)
             model.wanted_since_s = now_s if model.spec.keep else model.wanted_since_s
             return [Renewed(model.name)]
         del self.models[model.name]

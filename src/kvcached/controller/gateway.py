@@ -130,8 +130,10 @@ class Gateway:
     def _resolve(self, word: str, opened: frozenset[str] | None) -> str:
         """The model that a name or alias stands for, if it is among those that are open; None: all are. Raises `ApiError` 403 or 404."""
         name = self._names.get(word)
-        if name is None or name not in self._owner.fleet.models:
+        if name is None:
             raise no_such_model(word)
+        if name not in self._owner.fleet.models:
+            raise self._owner.absent(word)
         if opened is not None and name not in opened:
             raise ApiError(403, f"This API key does not open the model {word!r}.", "not_allowed", param="model")
         return name

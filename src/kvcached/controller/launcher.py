@@ -64,6 +64,7 @@ class EngineBackend:
         self._processes: dict[str, EngineProcess] = {}
         self._replicas: list[Replica] = []
         self._revivals: set[asyncio.Task[None]] = set()
+        self._ending = asyncio.Lock()
         self.journal = Journal()
         self.on_ended: Callable[[str], None] = lambda reason: None
 
@@ -233,9 +234,11 @@ class EngineBackend:
         await asyncio.gather(*(self._end(replica) for replica in self._replicas if not replica.up))
 
     async def stop(self) -> None:
-        await self._end_revivals()
-        processes, self._processes, self._replicas = self._processes, {}, []
-        await asyncio.gather(*(process.stop() for process in processes.values()))
+        """May be said while `start` is under way, which fails then. Who says it second waits too, until nothing is left."""
+        async with self._ending:
+            await self._end_revivals()
+            processes, self._processes, self._replicas = self._processes, {}, []
+            await asyncio.gather(*(process.stop() for process in processes.values()))
 
     async def is_gone(self, replica: Replica) -> bool:
         """The end of a process is told a moment after its connections broke."""

@@ -9,10 +9,10 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from kvcached.controller.api_errors import ApiError, no_such_model, refused
+from kvcached.controller.api_errors import ApiError, no_such_model, refused, shutting_down
 from kvcached.controller.backends import Backend, BackendFailed
 from kvcached.controller.fleet import Fleet
-from kvcached.controller.states import Admit, Effect, Hurry, Left, Refuse, Removed, Renewed, Sleep, Spec, Start, State, Wake
+from kvcached.controller.states import Admit, Effect, Hurry, Interrupt, Left, Refuse, Removed, Renewed, Sleep, Spec, Start, State, Wake
 from kvcached.controller.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -68,10 +68,8 @@ class Owner:
     async def close(self) -> None:
         """Nothing more is let in; open streams end within `grace_s`, and are ended after it."""
         self.perform(self.fleet.close(self.now_s))
-        starting = [name for name, model in self.fleet.models.items() if model.state is State.STARTING]
-        await asyncio.gather(*(self.backends[name].stop() for name in starting))  # whose start then fails, and nobody waits for it
         if not await self._until(lambda: not self.fleet.models):
-            self._hurry(self._holders, _closing())
+            self._hurry(self._holders, shutting_down())
             if not await self._until(lambda: not self.fleet.models):
                 _log.error("did not end in time: %s", ", ".join(self.fleet.models))
                 await asyncio.gather(*(self.backends[name].stop() for name in self.fleet.models), return_exceptions=True)
@@ -87,7 +85,7 @@ class Owner:
         `drained`: whether all have ended, those that wait too. What is left here is for `close`.
         """
         if not await self._until(lambda: drained() and self._is_calm):
-            self._hurry(self._holders, _closing())
+            self._hurry(self._holders, shutting_down())
             await self._until(lambda: not self._holders and self._is_calm)
         self.perform(self.fleet.let_go(self.now_s))
 
@@ -109,7 +107,7 @@ class Owner:
     async def lease(self, name: str) -> AsyncIterator[None]:
         """The model is ready, and stays so, within. Raises `ApiError` when it is not, or when the request is ended by an action."""
         if name not in self.fleet.models:  # removed while the request was tried again
-            raise no_such_model(name)
+            raise self.absent(name)
         ticket, effects = self.fleet.asked(name, self.now_s)
         admitted = self._tickets[ticket] = self._loop.create_future()
         task = asyncio.current_task()
@@ -129,6 +127,10 @@ class Owner:
             for place in (self._tickets, self._holders, self._hurried):
                 place.pop(ticket, None)
             self.perform(self.fleet.left(ticket, self.now_s))
+
+    def absent(self, name: str) -> ApiError:
+        """Why nobody has this model. In an orderly end the first are gone while others still answer: that is no reason to give up."""
+        return shutting_down() if self.fleet.closing else no_such_model(name)
 
     # ------------------------------------------------------------------ effects
 
@@ -156,6 +158,14 @@ class Owner:
                 self._launch(name, attempt, "end" if stop else "sleep", backend.stop() if stop else backend.sleep())
             case Hurry(name):
                 self._hurry(self.fleet.models[name].open, ApiError(503, f"{name} was put to sleep by an action", "model_put_to_sleep", 1.0))
+            case Interrupt(name, attempt):
+                self._keep(self._interrupt(name, attempt))
+            case _:
+                self._resettle(effect)
+
+    def _resettle(self, effect: Effect) -> None:
+        """What becomes of a model's servers as a whole."""
+        match effect:
             case Removed(name):
                 _log.info("%s: removed", name)
                 del self.backends[name], self.traffic[name]
@@ -183,9 +193,19 @@ class Owner:
 
     def _launch(self, name: str, attempt: int, what: str, work: Coroutine[object, object, None]) -> None:
         _log.info("%s: %s (attempt %d)", name, what, attempt)
-        task = self._loop.create_task(self._operate(name, attempt, what, work))
+        self._keep(self._operate(name, attempt, what, work))
+
+    def _keep(self, work: Coroutine[object, object, None]) -> None:
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _interrupt(self, name: str, attempt: int) -> None:
+        """More than once, if need be: at the first time there may be no process yet."""
+        backend = self.backends[name]
+        while self.fleet.under_way(name, attempt) is not None:
+            await backend.stop()
+            await asyncio.sleep(_POLL_S)
 
     async def _operate(self, name: str, attempt: int, what: str, work: Coroutine[object, object, None]) -> None:
         start_s = self.now_s
@@ -248,10 +268,6 @@ class Owner:
                 return False
             await asyncio.sleep(_POLL_S)
         return name in self.fleet.models
-
-
-def _closing() -> ApiError:
-    return ApiError(503, "the gateway is shutting down", "shutting_down", 5.0)
 
 
 def _uncancel(task: asyncio.Task[object]) -> None:

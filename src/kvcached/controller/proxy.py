@@ -14,7 +14,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
-from kvcached.controller.api_errors import ApiError, without_reason
+from kvcached.controller.api_errors import ApiError, reshaped, without_reason
 from kvcached.controller.choice import choose, failed, tried, worked
 from kvcached.controller.reply import HOP_BY_HOP, ClientGone, Reply, is_event_stream
 from kvcached.controller.tap import passage_of
@@ -159,10 +159,12 @@ class Proxy:
         if await reply.hush() and not (upstream.status == 200 and is_event_stream(upstream)):
             trip.complete = upstream.status < 500
             return await reply.fail(chunk + await upstream.content.read())
+        other = _in_our_shape(reply.request.path, upstream, chunk)
         try:
-            if chunk and reply.begun is None and upstream.content.at_eof():
-                trip.meter.feed(chunk)
-                response = await reply.send_whole(upstream, chunk)
+            if other is not None or (chunk and reply.begun is None and upstream.content.at_eof()):
+                body = chunk if other is None else other
+                trip.meter.feed(body)
+                response = await reply.send_whole(upstream, body)
             else:
                 response = await self._pass_on(reply, upstream, trip, chunk)
         except ConnectionError as error:  # of the client: aiohttp says so from write()
@@ -192,6 +194,12 @@ class Proxy:
             _log.warning("%s was lost in the middle of an answer: %s", upstream.url.origin(), error or type(error).__name__)
             await reply.break_off(upstream)
             return b""
+
+
+def _in_our_shape(path: str, upstream: aiohttp.ClientResponse, body: bytes) -> bytes | None:
+    """See `reshaped`; where the client asked for the server itself, it gets what that says."""
+    is_whole = upstream.content_length == len(body) and "Content-Encoding" not in upstream.headers
+    return reshaped(upstream.status, body, path) if is_whole and upstream.status >= 400 and not path.startswith("/upstream/") else None
 
 
 def dropped(request: web.Request) -> frozenset[str]:

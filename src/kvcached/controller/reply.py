@@ -87,7 +87,9 @@ class Reply:
 
     async def send_whole(self, upstream: aiohttp.ClientResponse, body: bytes) -> web.StreamResponse:
         """Instead of `begin`, where all of a body is there: with its head in one piece, which is half the work."""
-        self.begun = web.Response(status=upstream.status, reason=upstream.reason, headers=answer_headers(upstream), body=body)
+        headers = answer_headers(upstream)
+        headers["Content-Length"] = str(len(body))
+        self.begun = web.Response(status=upstream.status, reason=upstream.reason, headers=headers, body=body)
         await self.begun.prepare(self.request)
         await self.begun.write_eof()
         return self.begun

@@ -32,6 +32,7 @@ LEAVING: Final = frozenset({State.DRAINING, State.GOING_TO_SLEEP})
 UNDER_WAY: Final = frozenset({State.STARTING, State.WAKING, State.GOING_TO_SLEEP})
 """The owner waits for one report."""
 
+CLOSING: Final = "the gateway is shutting down"
 _START_GUESS_S: Final = 60.0
 PATIENCE: Final = 3
 """After so many failures in a row requests are refused at once, and a model that does not fall asleep is ended."""
@@ -145,7 +146,14 @@ class Left:
     name: str
 
 
-Effect = Start | Wake | Sleep | Admit | Refuse | Hurry | Removed | Renewed | Left
+class Interrupt:
+    """End the start that is under way, which then fails: nobody wants what it would start."""
+
+    name: str
+    attempt: int
+
+
+Effect = Start | Wake | Sleep | Admit | Refuse | Hurry | Removed | Renewed | Left | Interrupt
 
 
 # ---------------------------------------------------------------------- one model
@@ -276,6 +284,13 @@ class Model:
         """Its servers are there already, READY or ASLEEP."""
         self.wanted_since_s, self.active_s = None, now_s
         self.move(state, now_s)
+
+    def forget_failures(self, now_s: float) -> None:
+        """Of one at rest: whatever it is wanted for is tried at once."""
+        if self.state in AT_REST:
+            self.failures, self.retry_at_s = 0, now_s
+        if self.state is State.FAILED:
+            self.move(State.STOPPED, self.since_s, self.reason)
 
     def move(self, state: State, now_s: float, reason: str = "") -> None:
         self.state, self.since_s, self.reason = state, now_s, reason
