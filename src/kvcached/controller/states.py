@@ -146,6 +146,7 @@ class Left:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
 class Interrupt:
     """End the start that is under way, which then fails: nobody wants what it would start."""
 
