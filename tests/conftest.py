@@ -16,6 +16,7 @@ LONGEST_GROUPS = (
         "0.5.23",
         "two_engines",
         "three_engines",
+        "gateway_three",
         "demo",
         "test_vllm_serve",
         "test_sglang_ranks",

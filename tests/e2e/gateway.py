@@ -20,7 +20,7 @@ from kvcached import processes
 from kvcached.testing.kinds import SGLANG, VLLM, Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from kvcached.testing.kinds import EngineKind
@@ -55,19 +55,33 @@ def engine_of(kind: EngineKind, **keys: Any) -> dict[str, Any]:
 
 
 class Running:
-    """The gateway's process. Its engines run on one thread each, on a card in a folder of their own."""
+    """The gateway's process. Its engines run on one thread each, on a card in a folder of their own.
 
-    def __init__(self, folder: Path) -> None:
+    `models`: as in the file; default: one of each engine. `listen`: the port that it has again after another start; 0: any. `keys`: those
+    of the file, of which the first opens all.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        models: dict[str, dict[str, Any]] | None = None,
+        listen: int = 0,
+        keys: Sequence[Any] = (),
+        budget_bytes: int = BUDGET_BYTES,
+    ) -> None:
         self.folder = folder
         self.run_dir = folder / "run"
-        self.models = {name: engine_of(kind) for name, kind in KINDS.items()}
+        self.models = {name: engine_of(kind) for name, kind in KINDS.items()} if models is None else models
+        self.listen = listen
+        self.keys = keys
+        self.budget_bytes = budget_bytes
         self.start()
 
     def start(self) -> None:
         """With the file as `models` says it."""
         self._write()
-        settings = {"RUN_DIR": self.run_dir, "HOST_DIR": self.folder / "host", "HOST_CAPACITY": BUDGET_BYTES + 64 * MIB}
-        settings |= {"HOST_GRANULARITY": "64KiB", "BUDGET": BUDGET_BYTES}
+        settings = {"RUN_DIR": self.run_dir, "HOST_DIR": self.folder / "host", "HOST_CAPACITY": self.budget_bytes + 64 * MIB}
+        settings |= {"HOST_GRANULARITY": "64KiB", "BUDGET": self.budget_bytes}
         given = VLLM.variables(RELEASES[VLLM], os.environ).items()
         inherited = {name: value for name, value in given if name not in ("PYTHONPATH", "PYTEST_CURRENT_TEST")}  # which each test has anew
         already = len(self.said())
@@ -93,7 +107,8 @@ class Running:
         return sum(words in line for line in self.said().splitlines() if "kvcached.controller" in line)
 
     def _write(self) -> None:
-        given = {"listen": "127.0.0.1:0", "log_dir": str(self.folder / "logs"), "models": self.models}
+        given = {"listen": f"127.0.0.1:{self.listen}", "log_dir": str(self.folder / "logs"), "models": self.models}
+        given |= {"api_keys": self.keys} if self.keys else {}
         (self.folder / "models.yaml").write_text(json.dumps(given))
 
     def change(self, name: str, **keys: Any) -> None:
@@ -106,14 +121,24 @@ class Running:
         del self.models[name]
         self._reload()
 
-    def _reload(self) -> None:
-        taken = self.count("the file was taken")
+    def _reload(self, said: str = "the file was taken") -> None:
+        already = self.count(said)
         self._write()
         self.process.send_signal(signal.SIGHUP)
-        wait_for(lambda: self.count("the file was taken") > taken)
+        wait_for(lambda: self.count(said) > already)
+
+    def mistake(self, name: str, **keys: Any) -> None:
+        """A file with a mistake; the next is as it was before."""
+        right = self.models[name]
+        self.models[name] = {**right, **keys}
+        self._reload("the file was not taken")
+        self.models[name] = right
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+        return call(self.port, method, path, body, self.keys[0] if self.keys else "")
 
     def facts(self, name: str) -> dict[str, Any]:
-        status, body = call(self.port, "GET", f"/health/{name}")
+        status, body = self.call("GET", f"/health/{name}")
         assert status in (200, 503)
         return dict(json.loads(body))
 
@@ -144,21 +169,25 @@ class Running:
                 os.kill(pid, signal.SIGKILL)
 
 
-def call(port: int, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+def call(port: int, method: str, path: str, body: dict[str, Any] | None = None, key: str = "") -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
     try:
-        connection.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
+        connection.request(method, path, None if body is None else json.dumps(body), headers_of(key))
         response = connection.getresponse()
         return response.status, response.read()
     finally:
         connection.close()
 
 
-def lines_of(port: int, path: str, body: dict[str, Any]) -> Iterator[bytes]:
+def lines_of(port: int, path: str, body: dict[str, Any], key: str = "") -> Iterator[bytes]:
     """The lines of an event stream as they come."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
     try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(body), headers_of(key))
         yield from connection.getresponse()
     finally:
         connection.close()
+
+
+def headers_of(key: str) -> dict[str, str]:
+    return {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
