@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from engine_vllm import MODEL, Watch
+from engine_vllm import COMMON, MODELS, Watch
 from sglang_child import Child, EngineFailed, write_plugin
 
 START_S = 200.0
@@ -57,7 +57,7 @@ COMMON_ARGUMENTS = {
     "disable_cuda_graph": True,
 }  # fmt: skip
 GPU = Setup(
-    model=MODEL,
+    model=COMMON | MODELS["llama"],
     # Two engines share the card, so what SGLang may take for itself is bounded by the number of slots alone.
     arguments={"attention_backend": "triton", "dtype": "bfloat16", "context_length": 4096, "mem_fraction_static": 0.75,
                "max_running_requests": 320},
@@ -75,7 +75,7 @@ GPU = Setup(
     ),
 )  # fmt: skip
 CPU = Setup(
-    model={**MODEL, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    model={**COMMON, **MODELS["llama"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
            "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 4096, "bos_token_id": 256,
            "eos_token_id": 257, "torch_dtype": "float32"},
     arguments={"attention_backend": "torch_native", "dtype": "float32", "context_length": 1024, "mem_fraction_static": 0.2,

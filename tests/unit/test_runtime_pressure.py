@@ -150,12 +150,19 @@ def test_handles_of_what_was_evicted_are_not_kept_for_reuse_but_given(world: Wor
     assert world.port.kept_pages == 0
 
 
-def test_who_asks_waits_for_the_step_that_still_reads_what_was_evicted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcached.runtime.operations._STEP_WAIT_S", 60.0)
+    monkeypatch.setattr("kvcached.runtime.operations._PRESSURE_LOCK_TIMEOUT_S", 60.0)
+
+
+@pytest.mark.usefixtures("patient")
+def test_who_asks_waits_for_the_step_that_still_reads_what_was_evicted(world: World) -> None:
     world.port.at_once = True
     world.pool.give_cached(world.ids, 7, 1)
     asked = ThreadPoolExecutor(1).submit(world.operations.pressure, 4 * PAGE)
     while world.pool.counts().retired_pages < 4:
+        assert not asked.done()
         time.sleep(0.001)
     assert world.pool.counts().held_pages == 20
     world.pool.advance(7)
@@ -163,11 +170,61 @@ def test_who_asks_waits_for_the_step_that_still_reads_what_was_evicted(world: Wo
     assert (world.pool.counts().held_pages, world.pool.counts().cached_blocks) == (16, 16)
 
 
-def test_who_asks_does_not_wait_where_no_step_has_anything(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcached.runtime.operations._STEP_WAIT_S", float("inf"))
+@pytest.mark.usefixtures("patient")
+def test_who_gets_a_part_does_not_wait_for_the_rest(world: World) -> None:
     world.port.at_once = True
+    world.pool.give([(block, 1) for block in world.ids[:2]], 7)
+    world.pool.give([(block, 1) for block in world.ids[2:3]])
+    assert world.operations.pressure(4 * PAGE).given_bytes == PAGE
+
+
+@pytest.mark.usefixtures("patient")
+def test_who_asks_does_not_wait_where_no_step_has_anything(world: World) -> None:
+    world.port.at_once = True
+    assert world.operations.pressure(4 * PAGE).given_bytes == 0  # all is owned
     world.cache()
     assert world.operations.pressure(20 * PAGE).given_bytes == 6 * PAGE  # the rest is its floor
+
+
+@pytest.mark.usefixtures("patient")
+def test_who_asks_waits_for_no_later_step_than_those_that_run(world: World) -> None:
+    """An engine that always works has always something that a step still reads."""
+    world.pool.give([(world.ids[0], 1)], 7)
+    asked = ThreadPoolExecutor(1).submit(world.operations.pressure, PAGE)
+    world.port.at_once = True
+    marker = 7
+    while not asked.done():
+        with world.pool.lock:
+            world.pool.advance(marker)
+            marker += 1
+            world.pool.take_ids([world.ids[0]])  # before anybody else can have its page
+            world.pool.give([(world.ids[0], 1)], marker)
+        time.sleep(0.0005)  # or the other thread hardly ever gets the lock
+    assert asked.result(60).given_bytes == 0
+
+
+def test_a_wait_in_vain_is_not_repeated_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+    monkeypatch.setattr("kvcached.runtime.operations.time.sleep", looks.append)
+    monkeypatch.setattr("kvcached.runtime.operations._NO_WAIT_S", 600.0)
+    world.pool.give([(world.ids[0], 1)], 7)
+    assert world.operations.pressure(PAGE).given_bytes == 0
+    seen = len(looks)
+    assert seen > 0
+    assert world.operations.pressure(PAGE).given_bytes == 0
+    assert len(looks) == seen
+
+
+def test_who_asks_again_while_a_long_step_runs_evicts_nothing_more(world: World) -> None:
+    world.pool.give_cached(world.ids, 7, 1)
+    for _ in range(4):
+        assert world.operations.pressure(2 * PAGE).given_bytes == 0
+    assert world.pool.counts().cached_blocks == 18
+    world.pool.advance(7)
+    world.port.at_once = True
+    assert world.operations.pressure(2 * PAGE).given_bytes == 2 * PAGE
+    assert world.operations.pressure(2 * PAGE).given_bytes == 2 * PAGE
+    assert world.pool.counts().cached_blocks == 16
 
 
 def test_what_was_given_is_told_though_the_engine_has_no_time_for_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

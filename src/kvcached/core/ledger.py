@@ -197,6 +197,11 @@ class Ledger:
         """The newest step that has finished; below every step before the first has."""
         return self._table.completed
 
+    @property
+    def newest_marker(self) -> int:
+        """The newest step that any block was given back behind."""
+        return self._table.largest_marker
+
     # ------------------------------------------------------------------ cached blocks
 
     def give_cached(self, ids: Sequence[int], marker: int, last_use: int, cost: float = 1) -> None:

@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from kvcached.core.limits import NO_LIMIT_BYTES
+from kvcached.core.pages import NO_MARKER
 from kvcached.core.tally import Eviction
-from kvcached.errors import PeerError, PeerRefused, PeerTimeout
+from kvcached.errors import Misuse, PeerError, PeerRefused, PeerTimeout
 from kvcached.ranks.api import MapperStatus
 from kvcached.runtime.control import BytesAnswer, ChangeAnswer, Explanation, PoolMetrics, PoolStatus, WeightAnswer
 from kvcached.runtime.control_messages import RankMetrics
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 
 _LOCK_TIMEOUT_S: Final = 1.0
 _PRESSURE_LOCK_TIMEOUT_S: Final = 0.05  # an engine that is busy for longer is growing itself, perhaps by pressing the asker
-_STEP_WAIT_S: Final = 0.1  # a step of the giver's costs the asker less than computing a request again would
+_STEP_WAIT_S: Final = 0.05  # a step of the giver's costs the asker less than computing a request again would
 _STEP_POLL_S: Final = 0.002
+_NO_WAIT_S: Final = 1.0
 _STATUS_TIMEOUT_S: Final = 1.0
 _TALLY_TIMEOUT_S: Final = 0.2  # the pool's own numbers do not wait longer for those of its ranks
 
@@ -52,6 +54,8 @@ class PoolOperations:
         self._name = name
         self._status_timeout_s = port_status_timeout_s
         self._counting = threading.Lock()  # several pools may press at a time
+        self._evicted = _Evicted()
+        self._waits_again_s = float("-inf")
         self.longest_request_tokens: Callable[[], int] = int  # an engine's adapter knows
 
     @contextlib.contextmanager
@@ -215,15 +219,16 @@ class PoolOperations:
         return explain(pool.geometry, counts, list(pages.reports()), mapper)
 
     def pressure(self, wanted_bytes: int) -> BytesAnswer:
-        """Parked pages at once, then cached blocks as far as the pool stays at or above its floor, then what the step that runs leaves.
-        What has been given is told, though the engine has become too busy for the rest."""
+        """Parked pages at once, then cached blocks as far as the pool stays at or above its floor; if all of that is nothing, what the step
+        that runs leaves. What has been given is told, though the engine has become too busy for the rest."""
         with self._locked(_PRESSURE_LOCK_TIMEOUT_S) as pool:
             leaving = pool.plan_shrink(pool.pages_over(wanted_bytes))
         given_bytes = self._give_back(leaving)
-        with contextlib.suppress(PeerTimeout):
+        with contextlib.suppress(PeerTimeout, Misuse):
             if given_bytes < wanted_bytes:
                 given_bytes += self._give_cached(wanted_bytes - given_bytes)
-        given_bytes += self._give_retired(wanted_bytes - given_bytes)
+            if not given_bytes and time.monotonic() >= self._waits_again_s:
+                given_bytes = self._give_retired(wanted_bytes)
         self._pool.report()
         with self._counting:
             self._pool.tally.given_bytes += given_bytes
@@ -232,27 +237,47 @@ class PoolOperations:
     def _give_cached(self, wanted_bytes: int) -> int:
         """What is on its way out already was given to whoever asked before, and is asked for again where that took long."""
         with self._locked(_PRESSURE_LOCK_TIMEOUT_S) as pool:
-            counts = pool.counts()
-            going_pages = counts.unmapping_pages + counts.retired_pages + counts.quarantined_pages
-            spare_bytes = (counts.held_pages - going_pages) * pool.geometry.release_step_bytes - pool.limits.claimed_bytes
-            pages = min(pool.pages_over(wanted_bytes) - counts.unmapping_pages, pool.pages_over(max(0, spare_bytes)))
+            before = pool.counts()
+            going_pages = before.unmapping_pages + before.retired_pages + before.quarantined_pages
+            spare_bytes = (before.held_pages - going_pages) * pool.geometry.release_step_bytes - pool.limits.claimed_bytes
+            missing_pages = pool.pages_over(wanted_bytes) - before.unmapping_pages - self._evicted.pages(pool.ledger.completed_marker)
+            pages = min(missing_pages, pool.pages_over(max(0, spare_bytes)))
             if pages <= 0:
                 return 0
             leaving = pool.plan_shrink(pages, evict=Eviction.PRESSURE)
+            self._evicted.add(pool.counts().retired_pages - before.retired_pages, pool.ledger.newest_marker)
         return self._give_back(leaving)
 
     def _give_retired(self, wanted_bytes: int) -> int:
-        """What the steps under way leave, waited for a moment."""
-        given_bytes, end_s = 0, time.monotonic() + _STEP_WAIT_S
-        with contextlib.suppress(PeerTimeout):
-            while given_bytes < wanted_bytes and time.monotonic() < end_s:
-                with self._locked(_PRESSURE_LOCK_TIMEOUT_S) as pool:
-                    counts = pool.counts()
-                    leaving = pool.plan_shrink(pool.pages_over(wanted_bytes - given_bytes))
-                if leaving.plan.runs:
-                    given_bytes += self._give_back(leaving)
-                elif counts.retired_pages:
-                    time.sleep(_STEP_POLL_S)
-                else:
-                    break
-        return given_bytes
+        """What the steps under way leave, waited for a moment; and not again soon where nothing comes of it."""
+        end_s = time.monotonic() + _STEP_WAIT_S
+        newest_marker = self._pool.ledger.newest_marker
+        while True:
+            with self._locked(_PRESSURE_LOCK_TIMEOUT_S) as pool:
+                counts, is_due = pool.counts(), pool.ledger.completed_marker >= newest_marker
+                leaving = pool.plan_shrink(max(0, pool.pages_over(wanted_bytes) - counts.unmapping_pages))
+            if leaving.plan.runs:
+                return self._give_back(leaving)
+            if is_due or not counts.retired_pages:
+                return 0
+            if time.monotonic() >= end_s:
+                self._waits_again_s = end_s + _NO_WAIT_S
+                return 0
+            time.sleep(_STEP_POLL_S)
+
+
+class _Evicted:
+    """Pages that pressure has emptied, and that a step still reads: they are as good as given to who asks again."""
+
+    def __init__(self) -> None:
+        self._pages = 0
+        self._marker = NO_MARKER
+
+    def add(self, pages: int, marker: int) -> None:
+        self._pages += max(0, pages)
+        self._marker = marker
+
+    def pages(self, completed_marker: int) -> int:
+        if completed_marker >= self._marker:
+            self._pages = 0
+        return self._pages

@@ -274,8 +274,8 @@ class Pool:
         return ceil_div(blocks, self.geometry.max_blocks_per_page)
 
     def plan_shrink(self, pages: int, *, keep_parked: int = 0, evict: Eviction | None = None) -> Unmapping:
-        """Set up to `pages` parked pages, in whole runs, aside for `unmap`, leaving `keep_parked`. Where there is a reason to `evict`,
-        those that `free_pages` empties are among them: nobody else can take them first."""
+        """Set up to `pages` parked pages, in whole runs, aside for `unmap`, leaving `keep_parked`; with a reason to `evict`, after
+        `free_pages`, so that nobody else can take first what that empties."""
         with self.lock:
             if evict is not None:
                 self.free_pages(pages, evict)
