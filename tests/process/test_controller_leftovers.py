@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ import pytest
 from kvcached import processes
 from kvcached.controller import launcher, leftovers
 from kvcached.controller.adoption import Purpose, Record
+from kvcached.controller.backends import BackendFailed
 from kvcached.controller.build import backend_of
 from kvcached.controller.config import parse_config
 from kvcached.controller.engine_command import purpose_of
@@ -105,6 +107,25 @@ def test_another_process_of_that_number_is_left_alone(tmp_path: Path, fields: di
     assert list(tmp_path.iterdir()) == []
 
 
+def test_on_a_full_disk_a_record_still_says_how_a_server_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with group() as one:
+        record = Record(one.pid, processes.start_of(one.pid), leftovers.boot(), 15_000, "kv", State.ASLEEP, PURPOSE)
+        leftovers.note(tmp_path / "a.log", record)
+        with monkeypatch.context() as patched:
+            patched.setattr("kvcached.controller.leftovers.os.open", full)
+            for state in (State.WAKING, State.READY):
+                leftovers.note(tmp_path / "a.log", replace(record, state=state))
+                (found,) = leftovers.groups_in(tmp_path)
+                assert found.record is not None
+                assert found.record.state is state
+            for log, state in (("a.log", State.GOING_TO_SLEEP), ("b.log", State.READY)):
+                with pytest.raises(OSError, match="no space"):
+                    leftovers.note(tmp_path / log, replace(record, state=state))
+
+
 def test_what_is_no_record_is_removed(tmp_path: Path) -> None:
     (tmp_path / "a.process").write_text("[")
     (tmp_path / "b.process").write_text("[]")
@@ -181,6 +202,37 @@ def test_a_server_that_answers_is_adopted_and_its_group_can_be_ended(tmp_path: P
     with server() as one:
         left(tmp_path, one.pid, port_of(one))
         assert taken_over(tmp_path, scene) == {"chat": State.READY}
+
+
+def test_one_that_could_not_be_put_to_sleep_is_found_awake(tmp_path: Path) -> None:
+    class Memory:
+        async def give_back(self, leader: int | None) -> None:
+            assert json.loads((tmp_path / "chat.process").read_text())["state"] == "going to sleep"
+            raise BackendFailed("it is busy")
+
+    async def scene(backend: EngineBackend) -> None:
+        backend._kv_memory[:] = [Memory()]  # type: ignore[list-item]
+        backend._model = backend._model.model_copy(update={"sleep": "kv"})
+        with pytest.raises(BackendFailed, match="busy"):
+            await backend.sleep()
+        assert json.loads((tmp_path / "chat.process").read_text())["state"] == "ready"
+
+    with server() as one:
+        left(tmp_path, one.pid, port_of(one))
+        assert taken_over(tmp_path, scene) == {"chat": State.READY}
+
+
+def test_a_group_that_does_not_end_keeps_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcached.controller.process.KILL_GRACE_S", 0.1)
+    monkeypatch.setattr("kvcached.controller.process.EngineProcess._is_there", lambda self: True)
+
+    async def scene(backend: EngineBackend) -> None:
+        await backend.stop()
+        assert (tmp_path / "chat.process").exists(), "the next gateway has to know of it"
+
+    with server() as one:
+        left(tmp_path, one.pid, port_of(one))
+        taken_over(tmp_path, scene)
 
 
 def test_one_that_sleeps_is_not_asked_for_its_health_which_could_run_the_model(tmp_path: Path) -> None:

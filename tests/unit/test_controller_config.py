@@ -120,6 +120,10 @@ class TestWhatIsAllowed:
             "models: {chat: {engine: vllm, model: m, replicas: 2}, chat-1: {engine: vllm, model: m}}",
             "models.chat-1: the pool 'chat-1' would be one of models.chat too",
         ),
+        (
+            "models: {chat: {engine: vllm, model: m, replicas: 2}, chat-0: {engine: vllm, model: m}}",
+            "models.chat-0: the log 'chat-0' would be one of models.chat too",
+        ),
         ("models: {a b: {engine: vllm, model: m}}", "models.a b: the name becomes a file name"),
         (TWO + "listen: 8080", "listen: write HOST:PORT"),
         (TWO + "listen: 'host:99999'", "listen: write HOST:PORT"),

@@ -268,12 +268,13 @@ def _name_problem(config: ServeConfig) -> str:
 
 
 def _pool_problem(config: ServeConfig) -> str:
-    pools: dict[str, str] = {}
+    owners: dict[tuple[str, str], str] = {}
     for name, model in config.models.items():
-        for pool in (instance_name(name, replica) for replica in range(model.replicas if model.engine != "remote" else 0)):
-            if pool in pools:
-                return f"models.{name}: the pool {pool!r} would be one of models.{pools[pool]} too: replicas are numbered"
-            pools[pool] = name
+        for replica in range(model.replicas if model.engine != "remote" else 0):
+            for what in (("pool", instance_name(name, replica)), ("log", server_name(name, model.replicas, replica))):
+                if what in owners:
+                    return f"models.{name}: the {what[0]} {what[1]!r} would be one of models.{owners[what]} too: replicas are numbered"
+                owners[what] = name
     return ""
 
 
@@ -304,6 +305,11 @@ def _card_problem(config: ServeConfig) -> str:
 def instance_name(name: str, replica: int) -> str:
     """How the pool of a replica is called in `kvctl`."""
     return name if replica == 0 else f"{name}-{replica}"
+
+
+def server_name(name: str, replicas: int, replica: int) -> str:
+    """How the log of a replica is called, and its record."""
+    return name if replicas == 1 else f"{name}-{replica}"
 
 
 # ---------------------------------------------------------------------- reading

@@ -13,6 +13,7 @@ from kvcached import processes
 from kvcached.controller.adoption import why_not
 from kvcached.controller.backends import BackendFailed, answers
 from kvcached.controller.choice import Replica
+from kvcached.controller.config import server_name
 from kvcached.controller.engine_command import command_of, environment_of, purpose_of
 from kvcached.controller.fleet import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from kvcached.controller.journal import Journal
@@ -115,7 +116,7 @@ class EngineBackend:
         return self._name if self._model.replicas == 1 else f"{self._name}/{number}"
 
     def _log_of(self, number: int) -> Path:
-        return self._log_dir / f"{self._title(number).replace('/', '-')}.log"
+        return self._log_dir / f"{server_name(self._name, self._model.replicas, number)}.log"
 
     def _purpose(self, number: int) -> Purpose:
         return purpose_of(self._name, self._model, number, self._environ, Path.cwd(), self._log_of(number).name)
@@ -200,6 +201,10 @@ class EngineBackend:
             if replica.up:
                 self._processes[replica.address].mark(state)
 
+    def _mark_if_possible(self, state: State) -> None:
+        with contextlib.suppress(OSError):  # then the next gateway finds what was last, and ends what that does not fit
+            self._mark(state)
+
     # ------------------------------------------------------------------ one of several
 
     def _revive(self, lost: Replica) -> None:
@@ -253,14 +258,17 @@ class EngineBackend:
 
     async def _sleep(self) -> None:
         await self._end_revivals()
-        self._mark(State.GOING_TO_SLEEP)  # first: it must not be found awake when it is not
-        if self._model.sleeps == "kv":
-            for leader, memory in self._memory_of_those_up():
-                await memory.give_back(leader)
-        if self._controls is not None:
-            await asyncio.gather(*(self._controls.sleep(replica.address) for replica in self._replicas if replica.up))
-        with contextlib.suppress(OSError):
-            self._mark(State.ASLEEP)
+        with contextlib.ExitStack() as undo:
+            if self._model.sleeps == "kv":
+                undo.callback(self._mark_if_possible, State.READY)  # whatever fails, it is awake
+            self._mark(State.GOING_TO_SLEEP)  # first: it must not be found awake when it is not
+            if self._model.sleeps == "kv":
+                for leader, memory in self._memory_of_those_up():
+                    await memory.give_back(leader)
+            if self._controls is not None:
+                await asyncio.gather(*(self._controls.sleep(replica.address) for replica in self._replicas if replica.up))
+            undo.pop_all()
+        self._mark_if_possible(State.ASLEEP)
 
     def _memory_of_those_up(self) -> list[tuple[int | None, KvMemory]]:
         return [(replica.pid, memory) for replica, memory in zip(self._replicas, self._kv_memory, strict=False) if replica.up]
@@ -280,12 +288,10 @@ class EngineBackend:
             raise BackendFailed(str(error) or "did not wake up in time") from error
 
     async def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # then it is found asleep, and woken again
-            self._mark(State.WAKING)
+        self._mark_if_possible(State.WAKING)
         if self._controls is not None:
             await asyncio.gather(*(self._controls.wake(replica.address) for replica in self._replicas if replica.up))
-        with contextlib.suppress(OSError):
-            self._mark(State.READY)
+        self._mark_if_possible(State.READY)
         for replica in self._replicas:
             if not replica.up:
                 self._revive(replica)

@@ -60,10 +60,24 @@ def boot() -> str:
 
 def note(log: Path, record: Record) -> None:
     """Whole or not at all, and for this user only: a command line may have a secret. Raises `OSError`."""
-    new = log.with_suffix(".record")
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as file:
-        json.dump(record.as_json(), file)
-    new.replace(_file_of(log))
+    new, data = log.with_suffix(".record"), json.dumps(record.as_json()).encode()
+    try:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(data)
+        new.replace(_file_of(log))
+    except OSError:
+        if not _overwrite(_file_of(log), data):
+            raise
+
+
+def _overwrite(file: Path, data: bytes) -> bool:
+    """On a disk that is full, and where there is a record of that size already: a state that has changed needs no more room."""
+    try:
+        with file.open("r+b", buffering=0) as old:
+            size_bytes = os.fstat(old.fileno()).st_size
+            return len(data) <= size_bytes and old.write(data.ljust(size_bytes)) == size_bytes
+    except OSError:
+        return False
 
 
 def forget(log: Path) -> None:

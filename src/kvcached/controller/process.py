@@ -114,7 +114,7 @@ class EngineProcess:
         return f"{cause_of(self.tail)} (its log: {self._path})"
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL to the whole group. Nothing of it is left after it."""
+        """SIGTERM, then SIGKILL to the whole group. Nothing of it is left after it, or its record stays."""
         self._stopping = True
         if self.running:
             self._signal(signal.SIGTERM)
@@ -122,10 +122,11 @@ class EngineProcess:
                 await asyncio.wait_for(self._leader.ended(), TERM_GRACE_S)
         if not self._killed:  # else that was done when it ended
             self._signal(signal.SIGKILL)
-        await self._until_all_are_gone()
+        is_gone = await self._until_all_are_gone()
         await self._until_followed()
         self._watch.cancel()
-        leftovers.forget(self._path)
+        if is_gone:
+            leftovers.forget(self._path)
 
     def kill(self) -> None:
         """At once, and its end is not told; `stop` waits for it."""
@@ -137,14 +138,15 @@ class EngineProcess:
         self._stopping = True
         self._watch.cancel()
 
-    async def _until_all_are_gone(self) -> None:
-        """What was killed has its memory until it has ended, and that can take a while."""
+    async def _until_all_are_gone(self) -> bool:
+        """What was killed has its memory until it has ended, and that can take a while. Whether it has."""
         end_s = time.monotonic() + KILL_GRACE_S
         while await asyncio.to_thread(self._is_there):
             if time.monotonic() > end_s:
                 _log.error("%s: killed, and still there: process group %d", self.title, self.pid)
-                return
+                return False
             await asyncio.sleep(_POLL_S)
+        return True
 
     async def _until_followed(self) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
