@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvcached.units import format_size
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -38,7 +40,8 @@ class PoolExhausted(KVCachedError):
     """
 
     def __init__(self, wanted: int, available: int, unit: str, reason: str) -> None:
-        super().__init__(f"{wanted} {unit} wanted, {available} available: {reason}")
+        sizes = [format_size(count) if unit == "bytes" else str(count) for count in (wanted, available)]
+        super().__init__(f"{sizes[0]}{'' if unit == 'bytes' else f' {unit}'} wanted, {sizes[1]} available: {reason}")
         self.wanted = wanted
         self.available = available
         self.unit = unit

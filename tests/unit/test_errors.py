@@ -68,3 +68,8 @@ def test_state_unknown_names_the_pages() -> None:
 def test_an_error_crosses_processes_whole(error: errors.KVCachedError) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
+def test_a_miss_tells_bytes_as_people_write_them() -> None:
+    assert str(errors.PoolExhausted(3 << 30, 1 << 20, "bytes", "full")) == "3 GiB wanted, 1 MiB available: full"
+    assert str(errors.PoolExhausted(3, 1, "blocks", "full")) == "3 blocks wanted, 1 available: full"
