@@ -7,16 +7,17 @@ import http.client
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 import urllib.request
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from test_controller_processes import WAIT_S, Running, in_background, running, until
 
 from kvcached import processes
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MANY_LINES = ["x" * 1000] * 200
 """More than a pipe holds that nobody reads."""
@@ -234,3 +235,45 @@ def test_sigterm_ends_servers_even_after_a_wish_to_hand_over(tmp_path: Path) -> 
         left(it)
         assert not processes.is_there(pid)
         it.launch()
+
+
+def fails_to_start(it: Running, say_to: Path) -> None:
+    with say_to.open("wb") as out:
+        command = [sys.executable, "-m", "kvcached.cli.main", "serve", str(it.folder / "models.yaml")]
+        assert subprocess.run(command, stdout=out, stderr=subprocess.DEVNULL, timeout=WAIT_S, check=False).returncode != 0
+
+
+def test_a_gateway_that_does_not_get_ready_leaves_servers_as_they_are(tmp_path: Path) -> None:
+    with running(tmp_path) as it:
+        pid = it.engine_pid()
+        it.kill()
+        plain = it.folder / "models.yaml"
+        given = json.loads(plain.read_text())
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            plain.write_text(json.dumps({**given, "listen": f"127.0.0.1:{other.getsockname()[1]}"}))
+            fails_to_start(it, Path("/dev/null"))
+        plain.write_text(json.dumps(given))
+        fails_to_start(it, Path("/dev/full"))
+        it.launch()
+        assert (it.state(), pids(it)) == ("ready", [pid])
+        assert it.calls().count("start") == 1
+
+
+def test_a_changed_file_is_the_next_gateways_when_one_ends(tmp_path: Path) -> None:
+    with running(tmp_path) as it:
+        pid = it.engine_pid()
+        (tmp_path / "hold").touch()
+        thread, found = in_background(it.ask)
+        until(lambda: it.calls().count("/v1/completions") == 2)
+        hand_over(it)
+        until(lambda: is_refused(it))
+        it.reload({"chat": {**it.chat, "args": ["--new"]}, "other": {**it.chat, "preload": True}})
+        assert "the file was not taken" in it.errors()
+        (tmp_path / "hold").unlink()
+        thread.join(WAIT_S)
+        assert found == [(200, json.dumps({"pid": pid}).encode())]
+        left(it)
+        assert it.calls().count("start") == 1
+        it.write({"chat": it.chat})
+        it.launch()
+        assert pids(it) == [pid]

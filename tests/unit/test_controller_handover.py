@@ -4,11 +4,140 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+from typing import TYPE_CHECKING
 
+import pytest
 from aiohttp import web
 from gateway_stage import WAIT_S, error_of, play, stage, until
 
+from kvcached.controller.config import parse_config
+from kvcached.controller.handover import Door
+from kvcached.controller.serve import serve
 from kvcached.controller.states import State
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from kvcached.controller.config import ServeConfig
+
+WHOLE = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nhello"
+
+
+@contextlib.asynccontextmanager
+async def open_door(gate: asyncio.Event | None = None) -> AsyncIterator[Door]:
+    """Says what it was told, after `gate`."""
+
+    async def echo(request: web.Request) -> web.Response:
+        if gate is not None:
+            await gate.wait()
+        return web.Response(body=await request.read())
+
+    app = web.Application()
+    app.add_routes([web.post("/", echo)])
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    with contextlib.closing(await Door.at("127.0.0.1", 0)) as door:
+        await door.open(runner)
+        yield door
+        door.close()
+        await runner.cleanup()
+
+
+def connected(door: Door, sent: bytes) -> socket.socket:
+    """The kernel has it all, and the loop does not know yet."""
+    client = socket.create_connection(("127.0.0.1", door.port))
+    client.sendall(sent)
+    client.setblocking(False)
+    return client
+
+
+async def everything_from(client: socket.socket) -> bytes:
+    reader, writer = await asyncio.open_connection(sock=client)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_what_was_sent_before_the_end_is_answered_however_far_the_loop_has_got(turns: int) -> None:
+    async def scene() -> None:
+        async with open_door() as door:
+            client = connected(door, WHOLE)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            emptied = await door.shut()
+            answer = await everything_from(client)
+            assert (answer[:15], answer[-5:]) == (b"HTTP/1.1 200 OK", b"hello")
+            await emptied
+
+    play(scene)
+
+
+def test_a_body_that_still_comes_is_taken_and_who_says_nothing_is_not_waited_for() -> None:
+    async def scene() -> None:
+        async with open_door() as door:
+            silent, half = connected(door, b""), connected(door, WHOLE[:-2])
+            emptied = await door.shut()
+            assert await everything_from(silent) == b""
+            assert not emptied.done()
+            half.sendall(WHOLE[-2:])
+            assert (await everything_from(half)).endswith(b"\r\n\r\nhello")
+            await emptied
+
+    play(scene)
+
+
+def test_it_is_not_empty_before_the_last_answer_and_no_connection_serves_on() -> None:
+    async def scene() -> None:
+        gate = asyncio.Event()
+        async with open_door(gate) as door:
+            client = connected(door, WHOLE)
+            emptied = await door.shut()
+            done, _ = await asyncio.wait({emptied}, timeout=0.5)
+            assert not done
+            gate.set()
+            answer = await everything_from(client)
+            assert answer.endswith(b"hello")
+            assert b"\r\nConnection: close\r\n" in answer
+            await emptied
+            assert await door.shut() is emptied
+
+    play(scene)
+
+
+def test_a_change_is_heard_before_it_is_ready_and_taken_then(tmp_path: Path) -> None:
+    async def scene() -> None:
+        config = parse_config(
+            json.dumps(
+                {
+                    "listen": "127.0.0.1:0",
+                    "log_dir": str(tmp_path),
+                    "models": {"chat": {"engine": "remote", "address": "http://127.0.0.1:9"}},
+                }
+            )
+        )
+        said: list[str] = []
+
+        def read_again() -> ServeConfig:
+            said.append("read")
+            return config
+
+        serving = asyncio.create_task(serve(config, {}, said.append, read_again))
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: len(said) == 2)
+        assert said[0] == "read"
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: len(said) == 3)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await serving
+
+    play(scene)
 
 
 def test_requests_without_an_answer_are_told_to_come_again_after_the_grace() -> None:

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import socket
 from typing import TYPE_CHECKING, Final
 
 from kvcached.controller import leftovers
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from aiohttp import web
+    from aiohttp.web_protocol import RequestHandler
 
     from kvcached.controller.adoption import Record
     from kvcached.controller.backends import Backend
@@ -22,8 +26,88 @@ if TYPE_CHECKING:
     from kvcached.controller.states import State
 
 _log = logging.getLogger("kvcached.controller")
-_LONGEST_REQUEST_S: Final = 120.0
-"""Longer than requests are given to end."""
+_BACKLOG: Final = 128
+_TURNS: Final = 3
+_LOOK_S: Final = 0.2
+"""So long without a request, and a connection is closed: what a client has sent by then has been read."""
+
+
+class Door:
+    """The gateway's address, which is taken from the first moment on, so that a failure touches no server; clients come in by `open`."""
+
+    def __init__(self) -> None:
+        self._listener: asyncio.Server
+        self._runner: web.AppRunner
+        self._emptying: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def at(cls, host: str, port: int) -> Door:
+        """Raises `OSError` when the address is taken, or is none."""
+        door = cls()
+        loop = asyncio.get_running_loop()
+        door._listener = await loop.create_server(door._protocol, host, port, backlog=_BACKLOG, start_serving=False)
+        return door
+
+    @property
+    def port(self) -> int:
+        return int(self._listener.sockets[0].getsockname()[1])
+
+    async def open(self, runner: web.AppRunner) -> None:
+        """Raises `OSError` when another listens there since."""
+        self._runner = runner
+        runner.app.on_response_prepare.append(self._say_the_last)
+        await runner.setup()
+        await self._listener.start_serving()
+
+    async def shut(self) -> asyncio.Task[None]:
+        """No connection from here on. Those without a request are closed, the others after the answer to theirs; then the task is done."""
+        if self._emptying is None:
+            for late in await self._stop_listening():
+                with contextlib.suppress(OSError):  # it has left again
+                    await asyncio.get_running_loop().connect_accepted_socket(self._protocol, late)
+            self._emptying = asyncio.get_running_loop().create_task(self._empty())
+        return self._emptying
+
+    def close(self) -> None:
+        """Whatever is still there is broken off."""
+        self._listener.close()
+        if self._emptying is not None:
+            self._emptying.cancel()
+            for connection in self._connections:
+                connection.force_close()
+
+    async def _stop_listening(self) -> list[socket.socket]:
+        """What the kernel has accepted by now is a client, and has perhaps sent its request."""
+        listening = list(self._listener.sockets)
+        for one in listening:
+            asyncio.get_running_loop().remove_reader(one.fileno())
+        for _ in range(_TURNS):  # asyncio breaks off what it is about to accept when its listener is closed
+            await asyncio.sleep(0)
+        late = [connection for one in listening for connection in _accept_all(one.fileno())]
+        self._listener.close()
+        return late
+
+    async def _empty(self) -> None:
+        """Not by `Server.shutdown`, nor `pre_shutdown`: both make connections deaf, to requests that were sent and the rest of bodies."""
+        idle: set[RequestHandler] = set()
+        while self._connections:
+            before, idle = idle, {connection for connection in self._connections if _is_idle(connection)}
+            for connection in before & idle:
+                connection.force_close()
+            await asyncio.sleep(_LOOK_S)
+
+    @property
+    def _connections(self) -> list[RequestHandler]:
+        return [] if self._runner.server is None else self._runner.server.connections
+
+    def _protocol(self) -> RequestHandler:
+        assert self._runner.server is not None
+        return self._runner.server()
+
+    async def _say_the_last(self, _: web.Request, response: web.StreamResponse) -> None:
+        if self._emptying is not None:
+            response.force_close()
+            response.headers["Connection"] = "close"
 
 
 async def take_over(folder: Path, backends: Mapping[str, Backend]) -> dict[str, State]:
@@ -42,14 +126,20 @@ async def take_over(folder: Path, backends: Mapping[str, Backend]) -> dict[str, 
     return {name: backend.adopt(records[name]) for name, backend in fit.items() if not reasons[name]}
 
 
-async def stop_accepting(runner: web.AppRunner) -> asyncio.Task[None]:
-    """No connection from here on. Those without a request are closed, the others after the answer to theirs; then the task is done."""
-    for site in list(runner.sites):
-        await site.stop()
-    await asyncio.sleep(0)  # what was accepted already is a request
-    assert runner.server is not None
-    runner.server.pre_shutdown()
-    return asyncio.get_running_loop().create_task(runner.server.shutdown(_LONGEST_REQUEST_S))
+def _is_idle(connection: RequestHandler) -> bool:
+    """It waits for the next request: none is there, under way, or about to begin."""
+    waiter = connection._waiter
+    return waiter is not None and not waiter.done()
+
+
+def _accept_all(descriptor: int) -> list[socket.socket]:
+    accepted = []
+    with socket.socket(fileno=os.dup(descriptor)) as listening:
+        listening.setblocking(False)
+        with contextlib.suppress(OSError):  # no more
+            while True:
+                accepted.append(listening.accept()[0])
+    return accepted
 
 
 def _records_of(name: str, groups: Sequence[Group]) -> list[Record]:

@@ -26,6 +26,8 @@ _MOVING: Final = frozenset({State.DRAINING, State.GOING_TO_SLEEP, State.WAKING})
 class Owner:
     """All calls come from one event loop. Use it as an asynchronous context manager: leaving it ends what it started.
 
+    By an error that leaves it, what is ready or asleep is left to the next gateway: it took long to load, and did nothing wrong.
+
     `backends`: by name, one for each of `specs`. `grace_s`: how long open streams may take at the end. `found`: models whose servers
     are there already, READY or ASLEEP.
     """
@@ -45,6 +47,8 @@ class Owner:
         self.traffic = {name: Traffic(self.now_s) for name in specs}
         self.operations: Counter[tuple[str, str, bool]] = Counter()
         """by model and what was done (start, wake up, sleep, end): how often it succeeded, and failed"""
+        self.leaving = False
+        """It ends or hands over: nothing new is taken up"""
         self._grace_s = grace_s
         self._found = found
         self._tickets: dict[int, asyncio.Future[None]] = {}
@@ -62,11 +66,14 @@ class Owner:
         self.perform(self.fleet.begin(self.now_s, self._found))
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.perform(self.fleet.let_go(self.now_s))
         await self.close()
 
     async def close(self) -> None:
         """Nothing more is let in; open streams end within `grace_s`, and are ended after it."""
+        self.leaving = True
         self.perform(self.fleet.close(self.now_s))
         if not await self._until(lambda: not self.fleet.models):
             self._hurry(self._holders, shutting_down())
@@ -84,6 +91,7 @@ class Owner:
 
         `drained`: whether all have ended, those that wait too. What is left here is for `close`.
         """
+        self.leaving = True
         if not await self._until(lambda: drained() and self._is_calm):
             self._hurry(self._holders, shutting_down())
             await self._until(lambda: not self._holders and self._is_calm)

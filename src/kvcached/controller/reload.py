@@ -73,6 +73,8 @@ class Reload:
         return True
 
     def _refuse_what_cannot_be(self, new: ServeConfig) -> None:
+        if self._owner.leaving:
+            raise SettingError("this gateway ends; the next one will take it")
         for key in ("listen", "log_dir", "traces", "processes"):
             if getattr(new, key) != getattr(self._config, key):
                 raise SettingError(f"{key}: a change needs a new start")

@@ -4,18 +4,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
+import functools
 import signal
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
-from aiohttp import web
 
 from kvcached.controller.access import Access
 from kvcached.controller.build import build_backends, card_bytes, listen_for_ends, log_dir_of, specs_of
 from kvcached.controller.forwarding import Forwarders
 from kvcached.controller.gateway import Gateway
-from kvcached.controller.handover import stop_accepting, take_over
+from kvcached.controller.handover import Door, take_over
 from kvcached.controller.owner import Owner
 from kvcached.controller.reload import Reload
 from kvcached.controller.tap import TappedConnector
@@ -24,11 +24,14 @@ from kvcached.controller.traces import traces_to
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
+    from aiohttp import web
+
     from kvcached.controller.config import ServeConfig
 
 
-_log = logging.getLogger("kvcached.controller")
 _CONNECT_TIMEOUT_S: Final = 10.0
+_LAST_ANSWERS_S: Final = 10.0
+"""For what was answered last to reach its client."""
 
 
 async def serve(
@@ -43,36 +46,36 @@ async def serve(
     access = Access(config, environ)
     traces = traces_to(config.traces)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
-    async with aiohttp.ClientSession(
-        connector=TappedConnector(limit=0), timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
-    ) as session:
-        backends = build_backends(config, environ, session)
-        found = await take_over(log_dir_of(config), backends)
-        specs, room = specs_of(config), card_bytes(config)
-        async with Forwarders(config.processes - 1) as forwarders, Owner(specs, backends, room, found=found) as owner:
-            listen_for_ends(owner, backends)  # before anything is awaited: one that was found may have ended
-            gateway = Gateway(config, access, owner, session, traces, forwarders)
-            reload = Reload(config, environ, owner, gateway, session)
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload.take, read_again)
-            await _listen(config, gateway, owner, on_ready, orders)
+    host, port = config.host_and_port
+    with contextlib.closing(await Door.at(host, port)) as door:
+        async with aiohttp.ClientSession(
+            connector=TappedConnector(limit=0), timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+        ) as session:
+            backends = build_backends(config, environ, session)
+            specs, room = specs_of(config), card_bytes(config)
+            found = await take_over(log_dir_of(config), backends)
+            async with Forwarders(config.processes - 1) as forwarders, Owner(specs, backends, room, found=found) as owner:
+                listen_for_ends(owner, backends)  # before anything is awaited: one that was found may have ended
+                gateway = Gateway(config, access, owner, session, traces, forwarders)
+                reload = Reload(config, environ, owner, gateway, session)
+                orders.on_change(functools.partial(reload.take, read_again))
+                await _listen(door, gateway.runner(), owner, lambda: on_ready(f"http://{host}:{door.port}"), orders)
     await asyncio.to_thread(traces.close)
 
 
-async def _listen(config: ServeConfig, gateway: Gateway, owner: Owner, on_ready: Callable[[str], None], orders: _Orders) -> None:
+async def _listen(door: Door, runner: web.AppRunner, owner: Owner, on_ready: Callable[[], None], orders: _Orders) -> None:
     """Streams that are open end before the listener does."""
-    runner = gateway.runner()
-    await runner.setup()
     try:
-        host, port = config.host_and_port
-        await web.TCPSite(runner, host, port).start()
-        on_ready(f"http://{host}:{runner.addresses[0][1]}")
+        await door.open(runner)
+        on_ready()
         await _first_of(orders.end.wait(), orders.hand_over.wait())
         if not orders.end.is_set():
-            closing = await stop_accepting(runner)
-            await _first_of(orders.end.wait(), owner.hand_over(closing.done))
-            closing.cancel()
+            emptying = await door.shut()
+            await _first_of(orders.end.wait(), owner.hand_over(emptying.done))
         await owner.close()
+        await asyncio.wait({await door.shut()}, timeout=_LAST_ANSWERS_S)
     finally:
+        door.close()
         await runner.cleanup()
 
 
@@ -86,6 +89,21 @@ class _Orders:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.end.set)
         loop.add_signal_handler(signal.SIGUSR1, self.hand_over.set)
+        self._take: Callable[[], object] | None = None
+        self._has_changed = False
+        loop.add_signal_handler(signal.SIGHUP, self._changed)
+
+    def on_change(self, take: Callable[[], object]) -> None:
+        """`take` is called for each SIGHUP, and at once if one has come already."""
+        self._take = take
+        if self._has_changed:
+            take()
+
+    def _changed(self) -> None:
+        if self._take is None:
+            self._has_changed = True
+        else:
+            self._take()
 
 
 async def _first_of(*works: Coroutine[object, object, object]) -> None:
