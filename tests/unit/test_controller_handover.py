@@ -92,6 +92,20 @@ def test_a_body_that_still_comes_is_taken_and_who_says_nothing_is_not_waited_for
     play(scene)
 
 
+def test_a_request_that_is_on_its_way_at_the_end_is_answered() -> None:
+    async def scene() -> None:
+        async with open_door() as door:
+            client = connected(door, b"")
+            for _ in range(8):
+                await asyncio.sleep(0)
+            emptied = await door.shut()
+            client.sendall(WHOLE)
+            assert (await everything_from(client)).endswith(b"hello")
+            await emptied
+
+    play(scene)
+
+
 def test_it_is_not_empty_before_the_last_answer_and_no_connection_serves_on() -> None:
     async def scene() -> None:
         gate = asyncio.Event()
