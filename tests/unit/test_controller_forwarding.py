@@ -4,21 +4,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
+import resource
 import signal
+import socket
+import time
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
 from aiohttp import web
-from gateway_stage import PIECES, play, stage, until
+from gateway_stage import PIECES, WAIT_S, play, stage, until
+from yarl import URL
 
+from kvcached.controller import forwarding
+from kvcached.controller.forwarding import Forwarder
 from kvcached.controller.reply import Reply
 from kvcached.controller.states import State
 from kvcached.controller.tap import Passage
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     from gateway_stage import Stage
 
@@ -261,3 +269,196 @@ def test_a_process_that_is_killed_ends_its_streams_and_is_started_again() -> Non
             assert await response.read() == b"".join(PIECES[1:])
 
     play(scene)
+
+
+def test_a_request_that_is_sent_during_a_stream_is_answered_after_it() -> None:
+    async def scene() -> None:
+        async with stage(top=top(2)) as it:
+            await until(lambda: all(process.pid for process in it.forwarders.processes))
+            lent, asked = asyncio.Event(), asyncio.Event()
+
+            async def three(request: web.Request) -> web.StreamResponse:
+                response = web.StreamResponse(headers=EVENTS)
+                await response.prepare(request)
+                for wait in (lent, asked):
+                    await response.write(b"data: {}\n\n")
+                    await wait.wait()
+                await response.write(b"data: [DONE]\n\n")
+                return response
+
+            it.upstream.script.append(three)
+            url, body = URL(it.url), json.dumps(STREAM).encode()
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+            writer.write(head % len(body) + body)
+            await reader.readuntil(b"data: {}\n\n")
+            await until(lambda: all(process.open for process in it.forwarders.processes))
+            lent.set()
+            await reader.readuntil(b"data: {}\n\n")  # the other process carries it
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            time.sleep(0.2)  # not asyncio's: only the other process could read it now
+            asked.set()
+            said = await reader.read()
+            assert b"data: [DONE]" in said
+            assert b"HTTP/1.1 200 OK" in said, "the second request was lost"
+            writer.close()
+            await writer.wait_closed()
+
+    play(scene)
+
+
+MANY = 300  # messages, which are more than a socket has room for
+
+
+class Lent:
+    """Streams that a process has, and their far ends."""
+
+    def __init__(self) -> None:
+        self.servers: list[socket.socket] = []
+        self.clients: list[socket.socket] = []
+        self.tickets: list[int] = []
+        self.ended: list[asyncio.Future[Any]] = []
+
+    async def add(self, forwarder: Forwarder) -> None:
+        (far_server, server), (far_client, client) = socket.socketpair(), socket.socketpair()
+        with server, client:
+            while (lent := forwarder.lend(server.fileno(), client.fileno())) is None:
+                await asyncio.sleep(0.005)
+        self.servers.append(far_server)
+        self.clients.append(far_client)
+        self.tickets.append(lent[0])
+        self.ended.append(lent[1])
+
+    def hear_ends(self, count: int) -> None:
+        """Of the first ones. Without the event loop: nobody reads what the process says to its owner."""
+        for client in self.clients[:count]:
+            client.settimeout(WAIT_S)
+            while client.recv(4096):
+                pass
+
+
+@contextlib.asynccontextmanager
+async def running(forwarder: Forwarder) -> AsyncIterator[int]:
+    task = asyncio.get_running_loop().create_task(forwarder.run())
+    try:
+        await until(lambda: forwarder.pid is not None)
+        assert forwarder.pid is not None
+        yield forwarder.pid
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def many_lent(forwarder: Forwarder) -> AsyncIterator[Lent]:
+    lent = Lent()
+    try:
+        for _ in range(MANY):
+            await lent.add(forwarder)
+        yield lent
+    finally:
+        for end in lent.servers + lent.clients:
+            end.close()
+
+
+def test_streams_that_end_at_once_are_all_told() -> None:
+    async def scene() -> None:
+        forwarder = Forwarder()
+        async with running(forwarder) as pid, many_lent(forwarder) as lent:
+            for server in lent.servers:
+                server.send(b"a\r\ndata: {}\n\n\r\n0\r\n\r\n")
+            lent.hear_ends(MANY)
+            assert {(await ended).how for ended in lent.ended} == {"whole"}
+            assert forwarder.pid == pid
+
+    play(scene)
+
+
+def test_what_a_process_said_before_it_ended_counts() -> None:
+    async def scene() -> None:
+        forwarder = Forwarder()
+        async with running(forwarder) as pid, many_lent(forwarder) as lent:
+            for server in lent.servers[:200]:
+                server.send(b"a\r\ndata: {}\n\n\r\n0\r\n\r\n")
+            lent.hear_ends(200)
+            os.kill(pid, signal.SIGKILL)
+            assert [(await ended).how for ended in lent.ended] == ["whole"] * 200 + ["gone"] * (MANY - 200)
+
+    play(scene)
+
+
+def test_it_can_be_stopped_while_a_process_ends() -> None:
+    async def scene() -> None:
+        forwarder, lent = Forwarder(), Lent()
+        async with running(forwarder) as pid:
+            await lent.add(forwarder)
+            os.kill(pid, signal.SIGKILL)
+            assert (await lent.ended[0]).how == "gone"
+        for end in lent.servers + lent.clients:
+            end.close()
+
+    play(scene)
+
+
+def test_streams_that_are_asked_back_at_once_all_come() -> None:
+    async def scene() -> None:
+        forwarder = Forwarder()
+        async with running(forwarder) as pid, many_lent(forwarder) as lent:
+            os.kill(pid, signal.SIGSTOP)
+            for ticket in lent.tickets:
+                forwarder.ask_back(ticket)
+            os.kill(pid, signal.SIGCONT)
+            assert {((await ended).how, ended.result().is_clean) for ended in lent.ended} == {("left", True)}
+
+    play(scene)
+
+
+@contextlib.contextmanager
+def files_left(count: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = [os.dup(0) for _ in range(count + 1)]
+    for number in lowest:
+        os.close(number)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest[-1], hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("count", [0, 2])  # none for its socket, or none for what starts it
+def test_a_process_that_cannot_be_started_is_tried_again(count: int, caplog: pytest.LogCaptureFixture) -> None:
+    async def scene() -> None:
+        forwarder = Forwarder()
+        task = asyncio.get_running_loop().create_task(forwarder.run())
+        before = len(os.listdir("/proc/self/fd"))
+        with files_left(count):
+            await until(lambda: len(caplog.records) == 2 or task.done())
+        assert not task.done()
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert "Too many open files" in caplog.text
+        await until(lambda: forwarder.pid is not None)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    play(scene)
+
+
+@pytest.mark.parametrize(("healthy_s", "pauses"), [(0.0, ["0.1 s", "0.1 s"]), (600.0, ["0.1 s", "0.2 s"])])
+def test_the_pause_grows_only_while_runs_are_short(
+    healthy_s: float, pauses: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwarding, "_HEALTHY_S", healthy_s)
+
+    async def scene() -> None:
+        forwarder = Forwarder()
+        async with running(forwarder):
+            for _ in pauses:
+                await until(lambda: forwarder.pid is not None)
+                assert forwarder.pid is not None
+                os.kill(forwarder.pid, signal.SIGKILL)
+                await until(lambda: forwarder.pid is None)
+            await until(lambda: len(caplog.records) == len(pauses))
+
+    play(scene)
+    assert [record.getMessage().rpartition(" in ")[2] for record in caplog.records] == pauses

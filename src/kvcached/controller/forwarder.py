@@ -2,8 +2,9 @@
 """A process that carries event streams from servers' connections to clients', and knows nothing else: `python -m` this, and a descriptor.
 
 The descriptor is one end of a socket of whole messages. `{"take": 7}` comes with two connections, the server's and the client's, of which
-the body's next chunk is the next to be read; `{"leave": 7}` asks to stop. `Ended` is said once of each. When the socket's other end is
-closed, for instance since its owner died, this process ends, and with it what it carries.
+the body's next chunk is the next to be read; `{"leave": 7}` asks to stop. `Ended` is said once of each; the first that is said is
+`{"pid": 12}`, when this process is ready. When the socket's other end is closed, for instance since its owner died, this process ends, and
+with it what it carries.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import signal
 import socket
 import sys
+from collections import deque
 from dataclasses import asdict, dataclass
-from typing import Final
+from typing import Any, Final
 
 from kvcached.controller.chunks import Chunks, frame
 from kvcached.controller.usage import Meter
@@ -36,6 +39,41 @@ class Ended:
     events: int
     tokens_in: int | None
     tokens_out: int | None
+
+
+class Line:
+    """One end of the socket of whole messages. What that has no room for waits. `lost` is set when the other end is found to be gone."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self.socket = end
+        self.lost = asyncio.Event()
+        self._waiting: deque[bytes] = deque()
+
+    def say(self, message: dict[str, Any]) -> None:
+        self._waiting.append(json.dumps(message).encode())
+        if len(self._waiting) == 1:
+            self._send()
+
+    def _send(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while self._waiting:
+                self.socket.send(self._waiting[0])
+                self._waiting.popleft()
+        except BlockingIOError:
+            loop.add_writer(self.socket, self._send)
+            return
+        except OSError:
+            self._waiting.clear()
+            self.lost.set()
+        loop.remove_writer(self.socket)
+
+    def close(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self.socket)
+        loop.remove_writer(self.socket)
+        self.socket.close()
 
 
 class Carriage:
@@ -126,7 +164,11 @@ class _Client(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._carriage.client = transport
         transport.pause_reading()
-        asyncio.get_running_loop().call_soon(transport.pause_reading)  # Python 3.10 begins to read after this call
+        asyncio.get_running_loop().call_soon(self._pause, transport)
+
+    def _pause(self, transport: asyncio.Transport) -> None:
+        transport.resume_reading()  # Python 3.10 began to read after `connection_made`, and takes it for paused
+        transport.pause_reading()
 
     def pause_writing(self) -> None:
         if self._carriage.server is not None:
@@ -143,22 +185,21 @@ class _Client(asyncio.Protocol):
 class Desk:
     """What comes from the owner, and goes there."""
 
-    def __init__(self, line: socket.socket) -> None:
+    def __init__(self, line: Line) -> None:
         self._line = line
         self._carriages: dict[int, Carriage] = {}
         self._starts: set[asyncio.Task[None]] = set()
-        self.closed = asyncio.Event()
 
     def read(self) -> None:
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._line, MESSAGE_BYTES, 2)
+            data, descriptors, _, _ = socket.recv_fds(self._line.socket, MESSAGE_BYTES, 2)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if not data:
-            self.closed.set()
-            asyncio.get_running_loop().remove_reader(self._line)
+            self._line.lost.set()
+            asyncio.get_running_loop().remove_reader(self._line.socket)
             return
         message = json.loads(data)
         if "leave" in message:
@@ -179,17 +220,14 @@ class Desk:
 
     def say(self, ended: Ended) -> None:
         del self._carriages[ended.ticket]
-        try:
-            self._line.send(json.dumps(asdict(ended)).encode())
-        except OSError:  # its owner is gone, which `read` hears too
-            self.closed.set()
+        self._line.say(asdict(ended))
 
 
-async def carry_all(line: socket.socket) -> None:
-    line.setblocking(False)
-    desk = Desk(line)
-    asyncio.get_running_loop().add_reader(line, desk.read)
-    await desk.closed.wait()
+async def carry_all(end: socket.socket) -> None:
+    line = Line(end)
+    asyncio.get_running_loop().add_reader(end, Desk(line).read)
+    line.say({"pid": os.getpid()})
+    await line.lost.wait()
 
 
 def main() -> None:

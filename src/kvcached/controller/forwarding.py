@@ -14,9 +14,9 @@ import json
 import logging
 import socket
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from kvcached.controller.forwarder import MESSAGE_BYTES, Ended
+from kvcached.controller.forwarder import MESSAGE_BYTES, Ended, Line
 
 if TYPE_CHECKING:
     from kvcached.controller.tap import Passage
@@ -24,45 +24,51 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvcached.controller")
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 10.0
+_HEALTHY_S: Final = 30.0
 _LEAVE_S: Final = 5.0
 _END_S: Final = 5.0
 
 
 class Forwarder:
-    """One process, started again whenever it ends. `open`: the streams that it has."""
+    """One process, started again whenever it ends. `open`: the streams that it has. `pid`: None until it can have some."""
 
     def __init__(self) -> None:
         self.open: dict[int, asyncio.Future[Ended]] = {}
         self.pid: int | None = None
-        self._line: socket.socket | None = None
+        self._line: Line | None = None
         self._tickets = itertools.count(1)
 
     async def run(self) -> None:
         """Until cancelled."""
-        pause_s = _FIRST_PAUSE_S
+        loop, pause_s = asyncio.get_running_loop(), _FIRST_PAUSE_S
         while True:
-            await self._run_once()
-            _log.warning("a process that forwards streams ended, and is started again in %g s", pause_s)
+            begun_s, what = loop.time(), "ended"
+            try:
+                await self._run_once()
+            except OSError as error:  # for instance: too many files, or processes
+                what = f"cannot be started ({error})"
+            if loop.time() - begun_s >= _HEALTHY_S:
+                pause_s = _FIRST_PAUSE_S
+            _log.warning("a process that forwards streams %s, and is started again in %g s", what, pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
     async def _run_once(self) -> None:
-        loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        with theirs:
-            command = (sys.executable, "-m", "kvcached.controller.forwarder", str(theirs.fileno()))
-            process = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()])
-        self._line, self.pid = ours, process.pid
-        loop.add_reader(ours, self._read)
-        try:
-            await process.wait()
-        finally:
-            loop.remove_reader(ours)
-            ours.close()
-            self._line = self.pid = None
-            self._lose_all()
-            await _end(process)
+        with ours:
+            with theirs:
+                command = (sys.executable, "-m", "kvcached.controller.forwarder", str(theirs.fileno()))
+                process = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()])
+            self._line = Line(ours)
+            asyncio.get_running_loop().add_reader(ours, self._read)
+            try:
+                await process.wait()
+            finally:
+                self._read()  # what it said last
+                self._line.close()
+                self._line = self.pid = None
+                self._lose_all()
+                await _end(process)
 
     def _lose_all(self) -> None:
         while self.open:
@@ -72,14 +78,16 @@ class Forwarder:
 
     def _read(self) -> None:
         assert self._line is not None
-        try:
-            data = self._line.recv(MESSAGE_BYTES)
-        except OSError:
+        with contextlib.suppress(OSError):  # there is no more now
+            while data := self._line.socket.recv(MESSAGE_BYTES):
+                self._hear(json.loads(data))
+            asyncio.get_running_loop().remove_reader(self._line.socket)  # its end is heard of soon, and this would be called until then
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if "pid" in message:
+            self.pid = message["pid"]
             return
-        if not data:  # its end is heard of soon, and this would be called until then
-            asyncio.get_running_loop().remove_reader(self._line)
-            return
-        ended = Ended(**json.loads(data))
+        ended = Ended(**message)
         future = self.open.pop(ended.ticket, None)
         if future is not None and not future.done():
             future.set_result(ended)
@@ -87,22 +95,18 @@ class Forwarder:
     def lend(self, server: int, client: int) -> tuple[int, asyncio.Future[Ended]] | None:
         """Two descriptors. None: it has no time for them."""
         ticket = next(self._tickets)
-        if self._line is None or not self._send({"take": ticket}, [server, client]):
+        if self._line is None or self.pid is None:
+            return None
+        try:
+            socket.send_fds(self._line.socket, [json.dumps({"take": ticket}).encode()], [server, client])
+        except OSError:
             return None
         ended = self.open[ticket] = asyncio.get_running_loop().create_future()
         return ticket, ended
 
     def ask_back(self, ticket: int) -> None:
-        self._send({"leave": ticket}, [])
-
-    def _send(self, message: dict[str, int], descriptors: list[int]) -> bool:
-        if self._line is None:
-            return False
-        try:
-            socket.send_fds(self._line, [json.dumps(message).encode()], descriptors)
-        except OSError:
-            return False
-        return True
+        if self._line is not None:
+            self._line.say({"leave": ticket})
 
 
 class Forwarders:
@@ -158,6 +162,8 @@ def _take_back(passage: Passage, future: asyncio.Future[Ended]) -> None:
 
 async def _end(process: asyncio.subprocess.Process) -> None:
     """It ends when its line is closed."""
+    if process.returncode is not None:  # `wait_for` what is there already can lose that its caller is cancelled
+        return
     try:
         await asyncio.wait_for(process.wait(), _END_S)
     except asyncio.TimeoutError:
