@@ -23,7 +23,7 @@ from kvcached.controller import forwarding
 from kvcached.controller.forwarding import Forwarder
 from kvcached.controller.reply import Reply
 from kvcached.controller.states import State
-from kvcached.controller.tap import Passage
+from kvcached.controller.tap import Passage, Tap
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -462,3 +462,26 @@ def test_the_pause_grows_only_while_runs_are_short(
 
     play(scene)
     assert [record.getMessage().rpartition(" in ")[2] for record in caplog.records] == pauses
+
+
+class Heard(asyncio.Protocol):
+    def __init__(self) -> None:
+        self.data = b""
+
+    def data_received(self, data: bytes) -> None:
+        self.data += data
+
+
+def test_a_head_without_an_end_is_not_kept() -> None:
+    heard = Heard()
+    tap = Tap(heard, asyncio.Transport())
+    body = [b"HTTP/1.1 200 OK\nTransfer-Encoding: chunked\n\n", *[b"x" * 30_000] * 3, b"\r\nTransfer-Encoding: chunked\r\n\r\n3\r\n"]
+    tap.expect()
+    for piece in body:
+        tap.data_received(piece)
+    assert tap.chunks is None, "a body was looked at as if it were a head"
+    assert heard.data == b"".join(body)
+    tap.expect()
+    tap.data_received(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
+    assert tap.chunks is not None
+    assert tap.chunks.payload_bytes == 3

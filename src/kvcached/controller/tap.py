@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvcached.controller.usage import Meter
 
 _CHUNKED: Final = re.compile(rb"\r\ntransfer-encoding:[ \t]*chunked[ \t]*\r\n", re.IGNORECASE)
+_LONGEST_HEAD_BYTES: Final = 65536
 _INFORMS: Final = re.compile(rb"HTTP/1\.[01] 1\d\d")
 
 
@@ -107,6 +108,8 @@ class Tap(asyncio.Protocol):
             self._head = body
             head, found, body = body.partition(b"\r\n\r\n")
         if not found:
+            if len(self._head) > _LONGEST_HEAD_BYTES:  # a body, since not all servers end their heads as they should
+                self._head = None
             return b""
         self._head = None
         if _CHUNKED.search(head + b"\r\n"):
