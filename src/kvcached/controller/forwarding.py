@@ -64,7 +64,6 @@ class Forwarder:
             try:
                 await process.wait()
             finally:
-                self._read()  # what it said last
                 self._line.close()
                 self._line = self.pid = None
                 self._lose_all()
