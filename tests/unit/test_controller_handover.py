@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from kvcached.controller.config import parse_config
 from kvcached.controller.handover import Door
 from kvcached.controller.serve import serve
 from kvcached.controller.states import State
+from kvcached.errors import SettingError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -208,3 +210,12 @@ def test_a_model_that_goes_to_sleep_is_left_when_it_is_asleep() -> None:
             assert [what for _, what, _ in it.owner.operations] == ["start", "sleep"], "nothing is ended"
 
     play(scene)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"], ids=["taken", "not of this machine"])
+def test_an_address_that_cannot_be_had_says_what_to_do(host: str) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        pytest.raises(SettingError, match=rf"^listen: .*{re.escape(host)}.*; end what listens there, or name another address$"),
+    ):
+        asyncio.run(Door.at(host, other.getsockname()[1]))

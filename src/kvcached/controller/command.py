@@ -54,7 +54,7 @@ def dry_run(path: Path) -> None:
 
 
 def run(path: Path) -> None:
-    """Until a signal ends it. Raises `SettingError`, and `OSError` when the address is taken."""
+    """Until a signal ends it. Raises `SettingError`, also when the address is taken."""
     config = _checked(path)
     configure_logging(load_settings())
     gc.freeze()  # what is there now stays; looking through it again and again would hold streams up

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Final
 
 from kvcached.controller import leftovers
 from kvcached.controller.launcher import EngineBackend
+from kvcached.errors import SettingError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from aiohttp import web
@@ -42,10 +43,11 @@ class Door:
 
     @classmethod
     async def at(cls, host: str, port: int) -> Door:
-        """Raises `OSError` when the address is taken, or is none."""
+        """Raises `SettingError` when the address is taken, or is none."""
         door = cls()
         loop = asyncio.get_running_loop()
-        door._listener = await loop.create_server(door._protocol, host, port, backlog=_BACKLOG, start_serving=False)
+        with _telling_what_to_do():
+            door._listener = await loop.create_server(door._protocol, host, port, backlog=_BACKLOG, start_serving=False)
         return door
 
     @property
@@ -53,11 +55,12 @@ class Door:
         return int(self._listener.sockets[0].getsockname()[1])
 
     async def open(self, runner: web.AppRunner) -> None:
-        """Raises `OSError` when another listens there since."""
+        """Raises `SettingError` when another listens there since."""
         self._runner = runner
         runner.app.on_response_prepare.append(self._say_the_last)
         await runner.setup()
-        await self._listener.start_serving()
+        with _telling_what_to_do():
+            await self._listener.start_serving()
 
     async def shut(self) -> asyncio.Task[None]:
         """No connection from here on. Those without a request are closed, the others after the answer to theirs; then the task is done."""
@@ -124,6 +127,14 @@ async def take_over(folder: Path, backends: Mapping[str, Backend]) -> dict[str, 
         _log.warning("%s: process %d of an earlier gateway is ended: %s", group.file.stem, group.pid, _why_unfit(group, reasons))
     await asyncio.to_thread(leftovers.end_all, unfit)
     return {name: backend.adopt(records[name]) for name, backend in fit.items() if not reasons[name]}
+
+
+@contextlib.contextmanager
+def _telling_what_to_do() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SettingError(f"listen: {error.strerror}; end what listens there, or name another address") from error
 
 
 def _is_idle(connection: RequestHandler) -> bool:
