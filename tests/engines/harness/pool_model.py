@@ -135,7 +135,7 @@ class Model:
                 assert (number in held or block.is_null) == (state is BlockState.OWNED) == (not queued), (number, state, queued)
                 assert (queued and block.block_hash is not None) == (state is BlockState.CACHED), (number, state, block.block_hash)
             free = sum(self.pool.ledger.state_of(number) is BlockState.FREE for number in range(BLOCKS))
-            counts = self.pool.counts()
+            counts = self.pool.ledger.counts()  # the pool's own settle what the keeper has mapped meanwhile: after `free` was counted
             above_pages = counts.held_pages - counts.mapping_pages - counts.unmapping_pages - counts.limit_pages
             above = max(0, above_pages) * self.pool.geometry.max_blocks_per_page
             assert self.blocks.get_num_free_blocks() == max(0, free + counts.cached_blocks - above)
