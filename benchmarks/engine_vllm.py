@@ -73,13 +73,11 @@ LOADS = {  # name: (requests, tokens in, tokens out)
 class Child:
     """One engine in a process of its own that answers one JSON line per command."""
 
-    def __init__(self, kind: str, model: Path, blocks: int, environment: dict[str, str]) -> None:
+    def __init__(self, kind: str, command: list[str], environment: dict[str, str]) -> None:
         self.kind = kind
-        self.started = time.time()
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--child", kind, "--model", str(model), "--blocks", str(blocks)],
-            env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [sys.executable, *command], env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def read(self) -> dict[str, object]:
         assert self.process.stdout is not None
@@ -89,10 +87,13 @@ class Child:
             print(f"  [{self.kind}] {line.rstrip()}", flush=True)
         raise SystemExit(f"the {self.kind} engine ended with {self.process.wait()}")
 
-    def ask(self, **command: object) -> dict[str, object]:
+    def tell(self, **command: object) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
+
+    def ask(self, **command: object) -> dict[str, object]:
+        self.tell(**command)
         return self.read()
 
 
@@ -204,10 +205,11 @@ def compare(arguments: argparse.Namespace) -> dict[str, object]:
         elastic_only = {
             "ENABLE_KVCACHED": "true", "KVCACHED_RUN_DIR": str(Path(folder) / "run"), **arguments.setting,
         }  # fmt: skip
-        static = Child("static", model, arguments.blocks, {**common, "ENABLE_KVCACHED": "false"})
+        command = [__file__, "--model", str(model), "--blocks", str(arguments.blocks), "--child"]
+        static = Child("static", [*command, "static"], {**common, "ENABLE_KVCACHED": "false"})
         result: dict[str, object] = {"shape": arguments.shape, "static start": (up := static.read())}
         elastic_only["KVCACHED_VIRTUAL"] = str(up["kv_bytes"])
-        elastic = Child("elastic", model, arguments.blocks, {**common, **elastic_only})
+        elastic = Child("elastic", [*command, "elastic"], {**common, **elastic_only})
         result["elastic start"] = elastic.read()
         watch = Watch(Path(folder) / "run")
         result["leases after the start"] = watch.leases_gib()
