@@ -130,11 +130,12 @@ BREACHES: dict[str, tuple[Callable[[Ledger], None], str]] = {
     "plan": (lambda ledger: ledger._planner._open.clear(), "a plan that is not open"),
     "plan state": (on_table(lose_planned_page), "not in the state of plan"),
     "record": (wrong_record, "is of block"),
-    "later use": (lambda ledger: ledger._cache.blocks.update({0: (9, 2, 1, 0)}), "after the latest use"),
+    "later use": (lambda ledger: ledger._cache.blocks.update({0: (9, 2, 1, 0, 0)}), "after the latest use"),
     "records": (lambda ledger: ledger._cache.blocks.pop(0) and None, "not the blocks that are cached"),
     "cost": (lambda ledger: ledger._cache.costs.update({0: 3}), "wrong cost"),
-    "worth": (lambda ledger: ledger._cache.born.update({0: 99}), "worth less than nothing"),
-    "page sums": (lambda ledger: ledger._cache.born.update({3: 0}), "sums of cached blocks that it does not have"),
+    "arrival": (lambda ledger: ledger._cache.arrivals.update({0: 99}), "wrong arrival"),
+    "worth": (lambda ledger: ledger._cache.worths.update({0: (-1, 9, 0)}), "worth less than nothing"),
+    "page sums": (lambda ledger: ledger._cache.arrivals.update({3: 0}), "sums of cached blocks that it does not have"),
 }  # fmt: skip
 
 

@@ -137,17 +137,19 @@ def _check_plans(table: PageTable, planner: Planner) -> None:
 def _check_cache(table: PageTable, cache: CacheIndex) -> None:
     blocks: dict[int, int] = {}
     costs: dict[int, float] = {}
-    for block, (last_use, cost, _, named) in cache.blocks.items():
+    arrivals: dict[int, float] = {}
+    for block, (last_use, cost, _, named, turnover) in cache.blocks.items():
         page = table.page_of(block)
         blocks[page] = blocks.get(page, 0) | 1 << (block - table.starts[page])
         costs[page] = costs.get(page, 0) + cost
+        arrivals[page] = arrivals.get(page, 0) + cost * turnover
         _demand(block == named, f"the record of block {block} is of block {named}")
         _demand(last_use <= cache.worths[page][1], f"block {block} was used after the latest use on its page")
     there = {page: cached for page, cached in enumerate(table.cached) if cached}
     _demand(blocks == there, "the records of cached blocks are not the blocks that are cached")
-    _demand(
-        set(cache.worths) == set(cache.costs) == set(cache.born) == set(costs), "a page keeps sums of cached blocks that it does not have"
-    )
+    kept = set(cache.worths) == set(cache.costs) == set(cache.arrivals) == set(costs)
+    _demand(kept, "a page keeps sums of cached blocks that it does not have")
     for page, cost in costs.items():
         _demand(isclose(cost, cache.costs[page], abs_tol=1e-6), f"page {page} keeps a wrong cost of its cached blocks")
-        _demand(cache.worths[page][0] >= cache.born[page], f"page {page} is worth less than nothing")
+        _demand(isclose(arrivals[page], cache.arrivals[page], abs_tol=1e-6), f"page {page} keeps a wrong arrival of its cached blocks")
+        _demand(cache.worths[page][0] >= arrivals[page] / cost - 1e-6, f"page {page} is worth less than nothing")

@@ -50,11 +50,12 @@ class Ledger:
 
     __slots__ = ("_cache", "_planner", "_revision", "_table")
 
-    def __init__(self, geometry: BlockGeometry, *, limit_pages: int) -> None:
+    def __init__(self, geometry: BlockGeometry, *, limit_pages: int, capped: bool = False) -> None:
+        """`capped`: cached blocks beyond a cap will be evicted all the time, see `cached_overflow`."""
         self._table = PageTable(geometry)
         self._table.limit_pages = max(0, min(limit_pages, geometry.pages))
         self._planner = Planner(self._table)
-        self._cache = CacheIndex(self._table)
+        self._cache = CacheIndex(self._table, capped=capped)
         self._revision = 0
 
     @property
@@ -246,8 +247,8 @@ class Ledger:
         return len(self._cache)
 
     def victims_for_blocks(self, blocks: int) -> list[int]:
-        """Up to `blocks` cached blocks, the coldest: evicting them frees as many on mapped pages."""
-        return self._cache.coldest(blocks)
+        """Up to `blocks` cached blocks, those of the pages that are worth least: evicting them frees as many on mapped pages."""
+        return self._cache.least_worth(blocks)
 
     def victims_for_pages(self, pages: int) -> list[int]:
         """The cached blocks whose eviction empties `pages` pages, in whole runs, at the least cost per page; fewer if need be."""

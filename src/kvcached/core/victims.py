@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cached blocks go first: the coldest, or those whose loss empties whole pages at the least cost.
+"""Which cached blocks go first: page by page, so that what comes next and what is left lie together.
 
-Blocks are ordered by last use. Pages are ordered by *worth*: a point in the cache's turnover (the cost evicted so far) when the page
-last gained a block, plus a span in proportion to what its cached blocks cost; a full page outlives an almost empty one of its time by
-`DENSE_LIFE` turnovers of the whole cache. Order by use alone leaves the survivors scattered over many pages; order by cost alone keeps
-the first dense pages for ever. For pages that others want density counts less, `PRESSED_DENSE_LIFE`: much has to go at once, and a hot
-prefix that was found again on pages with holes would go before cold ones that fill theirs.
+Pages are ordered by *worth*: a time, on the clock of the cache's turnover (the cost evicted so far), plus a span in proportion to what
+their cached blocks cost; a full page outlives an almost empty one of its time by `DENSE_LIFE` turnovers of the whole cache. On a page
+the blocks are ordered by last use. The time is the mean of when its blocks came: in simulations as much is found again as with an order
+of blocks by use alone, which leaves holes on all pages, so that what is cached next is scattered over these and lost when pages are
+given back. Under a cap it is when the page last gained a block: that is where the requests that now end have more, and few pages are
+left. Order by cost alone would keep the first dense pages for ever.
+
+For pages that others want density counts less, `PRESSED_DENSE_LIFE`: much has to go at once, and a hot prefix that was found again on
+pages with holes would go before cold ones that fill theirs.
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ COMPACT_AT_LEAST: Final = 1024
 DENSE_LIFE: Final = 1.0
 PRESSED_DENSE_LIFE: Final = 0.25
 
-CachedBlock = tuple[int, float, int, int]
-"""(last use, cost, sequence, block): sorts as blocks go, coldest first, then cheapest, then first come."""
+CachedBlock = tuple[int, float, int, int, float]
+"""(last use, cost, sequence, block, turnover when it came): sorts as blocks of a page go, coldest first, then cheapest, then first come."""
 
 PageWorth = tuple[float, int, int]
 """(worth, latest use, page): sorts as pages go."""
@@ -39,42 +43,61 @@ class Emptying(NamedTuple):
 
 
 class CacheIndex:
-    """Every cached block with its last use and cost, and the worth of every page with cached blocks.
+    """Every cached block with its last use and cost, and the worth of every page with cached blocks. `capped`: see above.
 
-    What is no longer true stays in the heaps until it comes to the top or too much has gathered: an entry counts when it is the very
+    What is no longer true stays in the heap until it comes to the top or too much has gathered: an entry counts when it is the very
     one that the dictionary holds.
     """
 
-    __slots__ = ("_block_heap", "_page_heap", "_scale", "_sequence", "_table", "_turnover", "blocks", "born", "costs", "worths")
+    __slots__ = (
+        "_capped",
+        "_line",
+        "_line_page",
+        "_page_heap",
+        "_scale",
+        "_sequence",
+        "_table",
+        "_turnover",
+        "arrivals",
+        "blocks",
+        "born",
+        "costs",
+        "worths",
+    )
 
-    def __init__(self, table: PageTable) -> None:
+    def __init__(self, table: PageTable, *, capped: bool = False) -> None:
         self._table = table
+        self._capped = capped
         self._sequence = 0
         self._turnover: float = 0  # cost of all blocks that had to go so far
         self._scale = 1  # cached blocks, within a factor of two: one turnover of the whole cache
-        self._block_heap: list[CachedBlock] = []
         self._page_heap: list[PageWorth] = []
         self.blocks: dict[int, CachedBlock] = {}
         self.costs: dict[int, float] = {}  # page -> sum of the costs of its cached blocks
+        self.arrivals: dict[int, float] = {}  # page -> sum over its cached blocks: cost x turnover when it came
         self.born: dict[int, float] = {}  # page -> the turnover when it last gained a block
         self.worths: dict[int, PageWorth] = {}
+        self._line_page = -1  # whose blocks are drawn up: one that has to give a block gives more soon
+        self._line: list[int] = []
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def add(self, ids: Iterable[int], last_use: int, cost: float) -> None:
         """These blocks are cached from now on."""
-        costs, page_of, pages = self.costs, self._table.page_of, set[int]()
+        costs, arrivals, page_of, pages, turnover = self.costs, self.arrivals, self._table.page_of, set[int](), self._turnover
+        arrival = cost * turnover
         for block in ids:
             self._sequence += 1
-            entry = (last_use, cost, self._sequence, block)
-            self.blocks[block] = entry
-            heappush(self._block_heap, entry)
+            self.blocks[block] = (last_use, cost, self._sequence, block, turnover)
             page = page_of(block)
             costs[page] = costs.get(page, 0) + cost
+            arrivals[page] = arrivals.get(page, 0) + arrival
             pages.add(page)
+        if self._line_page in pages:
+            self._line_page = -1
         for page in pages:
-            self.born[page] = self._turnover
+            self.born[page] = turnover
             self._rate(page, max(last_use, self.worths[page][1]) if page in self.worths else last_use)
         self._compact()
 
@@ -82,16 +105,23 @@ class CacheIndex:
         """The sets of cached blocks on `pages`, which held these blocks, no longer have them."""
         page_of, cached = self._table.page_of, self._table.cached
         for block in ids:
-            self.costs[page_of(block)] -= self.blocks.pop(block)[1]
+            _, cost, _, _, turnover = self.blocks.pop(block)
+            page = page_of(block)
+            self.costs[page] -= cost
+            self.arrivals[page] -= cost * turnover
         for page in pages:
+            if page == self._line_page:
+                self._line = [block for block in self._line if block in self.blocks]
             if cached[page]:
                 self._rate(page, self.worths[page][1])
             else:
-                del self.costs[page], self.born[page], self.worths[page]
+                del self.costs[page], self.arrivals[page], self.born[page], self.worths[page]
         self._compact()
 
     def _worth(self, page: int, dense_life: float = DENSE_LIFE) -> float:
-        return self.born[page] + dense_life * self._scale / self._table.page_limit * self.costs[page]
+        cost = self.costs[page]
+        time = self.born[page] if self._capped else self.arrivals[page] / cost
+        return time + dense_life * self._scale / self._table.page_limit * cost
 
     def _rate(self, page: int, latest_use: int) -> None:
         entry = (self._worth(page), latest_use, page)
@@ -108,23 +138,9 @@ class CacheIndex:
             self._rate(page, entry[1])
 
     def _compact(self) -> None:
-        if len(self._block_heap) > COMPACT_AT_LEAST + 2 * len(self.blocks):
-            self._block_heap = list(self.blocks.values())
-            heapify(self._block_heap)
         if len(self._page_heap) > COMPACT_AT_LEAST + 2 * len(self.worths):
             self._page_heap = list(self.worths.values())
             heapify(self._page_heap)
-
-    def coldest(self, blocks: int) -> list[int]:
-        """Up to `blocks` cached blocks, coldest first. They stay cached."""
-        chosen: list[CachedBlock] = []
-        while len(chosen) < blocks and self._block_heap:
-            entry = heappop(self._block_heap)
-            if self.blocks.get(entry[3]) is entry:
-                chosen.append(entry)
-        for entry in chosen:
-            heappush(self._block_heap, entry)
-        return self._must_go([block for _, _, _, block in chosen])
 
     def least_worth(self, blocks: int) -> list[int]:
         """Up to `blocks` cached blocks, page by page in order of worth, the coldest of the last page first. They stay cached."""
@@ -147,7 +163,10 @@ class CacheIndex:
 
     def _on_page(self, page: int) -> list[int]:
         """The page's cached blocks, coldest first."""
-        return [block for _, _, _, block in sorted(self.blocks[block] for block in self._table.cached_on(page))]
+        if page != self._line_page:
+            self._line_page = page
+            self._line = [entry[3] for entry in sorted(self.blocks[block] for block in self._table.cached_on(page))]
+        return self._line
 
     def cheapest_runs(self, pages: int) -> list[int]:
         """Cached blocks of the runs that are worth least per page, until `pages` pages are empty or no run is left. They stay cached."""

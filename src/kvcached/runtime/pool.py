@@ -73,7 +73,8 @@ class Pool:
         self._port = port
         self._press = press
         self._step_bytes = geometry.release_step_bytes
-        self._ledger = Ledger(geometry, limit_pages=limits.limit_bytes // self._step_bytes)
+        self._is_capped = self.options.max_cached_blocks >= 0
+        self._ledger = Ledger(geometry, limit_pages=limits.limit_bytes // self._step_bytes, capped=self._is_capped)
         self.available, self.missing, self.reachable = self._ledger.available, self._ledger.missing, self._ledger.reachable
         self._work = PageWork(
             self._ledger, port, self.lock, large_run_pages=self.options.large_run_pages, stranded_fraction=self.options.stranded_fraction
@@ -183,7 +184,7 @@ class Pool:
         """Owned blocks become cached: their contents stay until they are evicted."""
         with self.lock:
             self._ledger.give_cached(ids, marker, last_use)
-            overflow = self._ledger.cached_overflow(self.options.max_cached_blocks) if self.options.max_cached_blocks >= 0 else ()
+            overflow = self._ledger.cached_overflow(self.options.max_cached_blocks) if self._is_capped else ()
             if overflow:
                 self._evict(overflow, Eviction.CAP)
 
