@@ -92,7 +92,7 @@ class Engine:
     """In a process of its own; obeys one command after the other."""
 
     def __init__(self, name: str, card: str, run_dir: str, options: dict[str, object]) -> None:
-        self.card = kvcached.open_card(card, run_dir=run_dir, prealloc_enabled=False, idle_trim_s=3600, **options)
+        self.card = kvcached.open_card(card, run_dir=run_dir, idle_trim_s=3600, **options)
         blocks = int(self.card.budget_bytes // BLOCK_BYTES)
         self.pool = self.card.open_pool(name, block_bytes=BLOCK_BYTES, blocks=blocks, floor=0)
         self.steps = Steps(self.pool, card.startswith("cuda"))
@@ -221,6 +221,7 @@ def main() -> None:
     parser.add_argument("--card", default="host:0")
     parser.add_argument("--gib", type=float, default=0.25)
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--reserve", action="store_true", help="keep what engines keep ready by default, and ask ahead")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     blocks = int(arguments.gib * GIB) // BLOCK_BYTES
@@ -232,7 +233,7 @@ def main() -> None:
         ("16 MiB a step", "take_in_steps", 0),
     ):
         with tempfile.TemporaryDirectory() as run_dir:
-            options: dict[str, object] = {"budget": budget_bytes, "large_run_mb": large_run_mb}
+            options: dict[str, object] = {"budget": budget_bytes, "large_run_mb": large_run_mb, "prealloc_enabled": arguments.reserve}
             if arguments.card.startswith("host"):
                 options |= {"host_capacity_bytes": budget_bytes + 64 * MIB, "host_dir": str(Path(run_dir) / "host")}
             names = ["a", "b", "c"]

@@ -51,8 +51,8 @@ class World:
         entry.publish(Usage(mapped_bytes=pages * PAGE, parked_bytes=parked * PAGE))
         return entry
 
-    def peers(self, page_bytes_by_card, page_bytes=PAGE):
-        return Peers(self.run_dir, page_bytes_by_card, page_bytes, "mine")
+    def peers(self, page_bytes_by_card, page_bytes=PAGE, ahead_pages=0):
+        return Peers(self.run_dir, page_bytes_by_card, page_bytes, "mine", most_ahead_bytes=ahead_pages * PAGE)
 
 
 @pytest.fixture
@@ -97,6 +97,24 @@ def test_a_peer_that_does_not_answer_is_passed_over(world):
     world.add("kind", 0, 40, parked=20)
     world.answers |= {"/deaf": PeerTimeout("deaf"), "/kind": 10}
     assert world.peers({"CARD-0": PAGE}).press(10 * PAGE, 1.0) == 10 * PAGE
+
+
+def test_asks_that_follow_each_other_ask_for_as_much_again_as_was_given_and_never_a_further_pool_for_that_alone(world, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("kvcached.runtime.peers.time.monotonic", lambda: clock[0])
+    world.add("mine", 0, 10)
+    world.add("first", 0, 40, parked=40)
+    world.add("second", 0, 40, parked=20)
+    world.answers |= {"/first": 4, "/second": 40}
+    peers = world.peers({"CARD-0": PAGE}, ahead_pages=6)
+    for wanted in (1, 1, 1, 2, 5):
+        clock[0] += 0.9
+        peers.press(wanted * PAGE, 0.5)
+    clock[0] += 1.1
+    peers.press(PAGE, 0.5)
+    to_first = [pages for path, pages in world.asked if path == "/first"]
+    assert to_first == [1, 2, 4, 8, 11, 1]  # 0, 1, 3, 7 and 11 were given before, and 6 is the most
+    assert [pages for path, pages in world.asked if path == "/second"] == [7]  # of 5 wanted the first gave 4: there was need
 
 
 def test_what_was_given_and_who_gave_nothing_are_facts_in_the_log(world, caplog):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many parked pages to keep ready: a rate of use learned from what was consumed, between two bounds."""
+"""How much to have ahead of need: parked pages by a rate of use learned from what was consumed, and more than is wanted when others are
+asked again and again."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ HORIZON_S: Final = 0.2
 RISE_HALF_LIFE_S: Final = 0.1
 FALL_HALF_LIFE_S: Final = 5.0
 IDLE_AFTER_S: Final = 2.0
+STREAK_S: Final = 1.0
 
 
 class ReserveTarget:
@@ -59,3 +61,27 @@ class ReserveTarget:
     def surplus_pages(self, parked_pages: int) -> int:
         """How many of the parked pages to give back now: those above the high mark, and all once the pool is idle."""
         return max(0, parked_pages - (0 if self.idle else self.marks()[1]))
+
+
+class AskingAhead:
+    """How much more to ask others for than is wanted just now.
+
+    A growing prompt wants page after page, and each ask is a wait. So asks that follow each other within a second double: each asks for as
+    much again as was given to those before it, at most `most_bytes`. Others give no more in vain than they have given in need.
+    """
+
+    __slots__ = ("_given_bytes", "_last_s", "_most_bytes")
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._given_bytes = 0
+        self._last_s = float("-inf")
+
+    def more_bytes(self, now_s: float) -> int:
+        """What an ask at this time adds."""
+        return min(self._most_bytes, self._given_bytes) if now_s - self._last_s <= STREAK_S else 0
+
+    def given(self, size_bytes: int, now_s: float) -> None:
+        """So much came of an ask that was made at this time."""
+        self._given_bytes = size_bytes + (self._given_bytes if now_s - self._last_s <= STREAK_S else 0)
+        self._last_s = now_s

@@ -54,7 +54,8 @@ class Owner:
         longest_bytes = ceil_div(longest_request_blocks, geometry.max_blocks_per_page) * step_bytes
         floor = floor_bytes(settings, facts.budget_bytes, longest_bytes)
         self._settings = settings
-        self._peers = Peers(settings.run_dir, facts.page_bytes_by_card, step_bytes, instance)
+        reserve_pages = settings.max_reserved_pages if settings.prealloc_enabled else 0
+        self._peers = Peers(settings.run_dir, facts.page_bytes_by_card, step_bytes, instance, most_ahead_bytes=reserve_pages * step_bytes)
         self.facts = facts
         self.instance = instance
         make = Pool if watcher is None else partial(WatchedPool, watcher=watcher, name=instance)
@@ -70,13 +71,12 @@ class Owner:
             press=self._peers.press,
         )
         self.pool.others_spare_bytes = self._peers.spare_bytes
-        reserve = settings.prealloc_enabled
         self.control: ControlServer | None = None
         self.keeper = Keeper(
             self.pool,
             KeeperOptions(
-                min_reserved_pages=settings.min_reserved_pages if reserve else 0,
-                max_reserved_pages=settings.max_reserved_pages if reserve else 0,
+                min_reserved_pages=min(settings.min_reserved_pages, reserve_pages),
+                max_reserved_pages=reserve_pages,
                 idle_trim_s=settings.idle_trim_s,
             ),
             watch=self._keep_reachable,

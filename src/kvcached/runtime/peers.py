@@ -12,6 +12,7 @@ from kvcached.card.budget import ceiling_bytes
 from kvcached.card.card import Card
 from kvcached.card.pressure import demands
 from kvcached.card.record import Kind, Record
+from kvcached.core.reserve import AskingAhead
 from kvcached.errors import PeerError
 from kvcached.log_lines import fields
 from kvcached.runtime.control import ControlClient
@@ -29,34 +30,42 @@ class Peers:
     """The other pools on the cards that a pool is on, as the records in `run_dir` name them.
 
     `page_bytes_by_card`: what one page of the pool takes of each card (by uuid), `page_bytes` what the caller's bytes count for it.
+    `most_ahead_bytes`: what may be asked for beyond what is wanted, see `AskingAhead`.
     """
 
-    def __init__(self, run_dir: Path, page_bytes_by_card: Mapping[str, int], page_bytes: int, instance: str) -> None:
+    def __init__(
+        self, run_dir: Path, page_bytes_by_card: Mapping[str, int], page_bytes: int, instance: str, *, most_ahead_bytes: int = 0
+    ) -> None:
         self._run_dir = run_dir
+        self._ahead = AskingAhead(most_ahead_bytes)
         self._page_bytes_by_card = page_bytes_by_card
         self._page_bytes = page_bytes
         self._instance = instance
 
     def press(self, wanted_bytes: int, deadline_s: float) -> int:
-        """Ask for `wanted_bytes` on every card that lacks them, cheapest first, within the deadline. Returns the bytes that were given
-        back; a peer that does not answer is passed over, and said so."""
-        end_s = time.monotonic() + deadline_s
+        """Ask for `wanted_bytes` on every card that lacks them, cheapest first, within the deadline; and for more, where asks follow each
+        other. Returns the bytes that were given back; a peer that does not answer is passed over, and said so."""
+        begun_s = time.monotonic()
+        more_bytes = self._ahead.more_bytes(begun_s)
         given_bytes = 0
         for snapshot in self._snapshots():
-            needed_bytes = wanted_bytes * self._page_bytes_by_card[snapshot.identity.uuid] // self._page_bytes
+            page_bytes = self._page_bytes_by_card[snapshot.identity.uuid]
+            needed_bytes = wanted_bytes * page_bytes // self._page_bytes
             has_room = snapshot.budget_bytes - snapshot.leased_bytes >= needed_bytes
             if has_room and len(self._page_bytes_by_card) > 1:
                 continue  # it is another card that is short
-            given_bytes += self._press_card(snapshot, needed_bytes, end_s)
+            given_bytes += self._press_card(snapshot, needed_bytes, more_bytes * page_bytes // self._page_bytes, begun_s + deadline_s)
+        self._ahead.given(given_bytes, begun_s)
         return given_bytes
 
-    def _press_card(self, snapshot: CardSnapshot, wanted_bytes: int, end_s: float) -> int:
+    def _press_card(self, snapshot: CardSnapshot, wanted_bytes: int, more_bytes: int, end_s: float) -> int:
+        """Nobody is asked for `more_bytes` alone."""
         given_bytes = 0
         for entry in self._givers(snapshot, wanted_bytes):
             left_s = end_s - time.monotonic()
             if given_bytes >= wanted_bytes or left_s <= 0:
                 break
-            given_bytes += self._ask(entry, wanted_bytes - given_bytes, max(_LEAST_TIMEOUT_S, left_s))
+            given_bytes += self._ask(entry, wanted_bytes + more_bytes - given_bytes, max(_LEAST_TIMEOUT_S, left_s))
         return given_bytes
 
     def ceiling_bytes(self) -> int | None:
