@@ -42,7 +42,7 @@ WITHOUT_DEPENDENCIES = (
     *("torchvision==0.28.0", "watchfiles", "blobfile==3.0.0", "soundfile==0.13.1", "apache-tvm-ffi==0.1.11", "easydict", "timm==1.0.25"),
     "accelerate",  # transformers wants it to read the file that the real model is made from
 )
-KINDS = ("llama", "qwen3", "deepseek", "gptoss", "qwen3next")
+KINDS = ("llama", "threelayers", "qwen3", "deepseek", "gptoss", "qwen3next")
 
 
 def main() -> int:

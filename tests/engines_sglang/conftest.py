@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def group_of(item: pytest.Item) -> str:
     """Tests of one group run in one process: those that look at the same engines' results. Without a version it is the newest one's."""
-    if item.path.stem not in ("test_sglang_tokens", "test_sglang_limits", "test_sglang_hybrid"):
+    if item.path.stem not in ("test_sglang_tokens", "test_sglang_limits", "test_sglang_hybrid", "test_sglang_stages"):
         return item.path.stem
     callspec = getattr(item, "callspec", None)
     return str(callspec.params.get("version", NEWEST)) if callspec else NEWEST

@@ -75,6 +75,7 @@ def model_of(kind: str) -> Any:
 
     configs = {
         "llama": lambda: transformers.LlamaConfig(**SHAPE),
+        "threelayers": lambda: transformers.LlamaConfig(**SHAPE | {"num_hidden_layers": 3}),
         "qwen3": lambda: transformers.Qwen3Config(**SHAPE),
         "deepseek": lambda: transformers.DeepseekV2Config(**DEEPSEEK),
         "gptoss": lambda: transformers.GptOssConfig(**GPT_OSS),

@@ -31,6 +31,7 @@ ARGUMENTS: dict[str, Any] = {
 
 
 IDLE_TURNS = 8
+END = "end"
 
 
 class Finished(BaseException):
@@ -82,6 +83,7 @@ class Engine:
         load_plugins()
         args = server_args(model, arguments)
         self.release = release
+        self.has_own_requests = arguments.get("enable_dp_attention", False)
         self.rank = rank
         self.scheduler = Scheduler(args, rank.ports or ports_of(args), *_publish(args, release, rank))
         self.requests: dict[str, Any] = {}
@@ -118,15 +120,25 @@ class Engine:
         return arrived
 
     def _share(self, arrived: list[Any] | None) -> list[Any] | None:
-        """The first rank tells the others, as the stock function does."""
+        """The first rank tells the others, as the stock functions do: a stage of a pipeline hears it from the one before, whose loop sends
+        it on. What ends the loop is sent here: the loop is left before it can."""
         import torch
 
-        tensor = self.scheduler.tp_group
-        if tensor.world_size == 1:
-            return arrived
-        told = [arrived]
-        torch.distributed.broadcast_object_list(told, src=tensor.ranks[0], group=tensor.cpu_group)
-        return told[0]
+        tensor, stages = self.scheduler.tp_group, self.scheduler.pp_group
+        if self.has_own_requests:
+            told = [None] * tensor.world_size
+            torch.distributed.all_gather_object(told, arrived is None, group=tensor.cpu_group)
+            return None if all(told) else arrived or []
+        if not stages.is_first_rank:
+            arrived = self.scheduler._pp_recv_pyobj_from_prev_stage()
+            arrived = None if arrived == [END] else arrived
+        elif tensor.world_size > 1:
+            told = [arrived]
+            torch.distributed.broadcast_object_list(told, src=tensor.ranks[0], group=tensor.cpu_group)
+            arrived = told[0]
+        if arrived is None and not stages.is_last_rank:
+            self.scheduler._pp_send_pyobj_to_next_stage([END])
+        return arrived
 
     def send(self, name: str, tokens: Sequence[int], new_tokens: int, *, may_end: bool = False) -> None:
         """A request that the loop finds at its next turn. `may_end`: as far as the engine knows, it may end earlier."""
@@ -196,4 +208,5 @@ def _publish(args: Any, release: tuple[int, ...], rank: Rank) -> tuple[Any, ...]
         return ()
     if context is not None:
         context.publish(args, role="scheduler")
-    return (0, rank.number, 0, 0, 0, 0, None)
+    stage, number = divmod(rank.number, args.tp_size)
+    return (0, number, 0, stage, 0, 0, None)

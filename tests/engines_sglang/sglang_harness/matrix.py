@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang_harness import pipelines
 from sglang_harness.cases import Batch, Case
 
 if TYPE_CHECKING:
@@ -100,7 +101,6 @@ REFUSED = {
     "enable_memory_saver": True,
     "disaggregation_mode": "prefill",
     "enable_hierarchical_cache": True,
-    "pp_size": 2,
 }
 REFUSALS = tuple(Case(f"refused-{name}", "refused", arguments={name: value}) for name, value in REFUSED.items())
 BOOKS = Case("books", "books")
@@ -129,7 +129,13 @@ def cases_of(version: str, *, full: bool) -> list[Case]:
         cases.append(PAGES_OF_ONE)
     if version == NEWEST:
         cases += [*(case for case, _ in VARIANTS.values()), *REFUSALS, BOOKS, *LATE, FEW_STATES]
-    return cases
+    return cases + pipelines_of(version, full=full)
+
+
+def pipelines_of(version: str, *, full: bool) -> list[Case]:
+    if version == NEWEST:
+        return [*pipelines.QUICK, *(pipelines.MORE if full else ())]
+    return list(pipelines.OLDER) if full else []
 
 
 def batches(folder_of: Callable[[str], Path], *, full: bool) -> dict[str, Batch]:

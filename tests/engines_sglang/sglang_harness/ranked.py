@@ -10,12 +10,13 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from sglang_harness.engine import Engine, Rank, ports_of, server_args
-from sglang_harness.scenarios import after_flush, count_preemptions, count_retractions, pools_of, send_round, set_limit
+from sglang_harness.engine import Rank, ports_of, server_args
+from sglang_harness.scenarios import after_flush, count_preemptions, count_retractions, pools_of, send_round, set_limit, start
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sglang_harness.engine import Engine
     from sglang_harness.scenarios import Case, Release
 
     Part = Callable[[Engine, Case], dict[str, Any]]
@@ -26,7 +27,7 @@ def ranks(release: Release, case: Case) -> dict[str, Any]:
     arguments = case["arguments"]
     ports = ports_of(server_args(case["model"], arguments))
     children = []
-    for number in range(arguments["tp_size"]):
+    for number in range(arguments.get("tp_size", 1) * arguments.get("pp_size", 1)):
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
@@ -51,7 +52,7 @@ def run_rank(release: Release, case: Case, rank: Rank, writer: int) -> None:
     try:
         os.environ.update(case.get("environments", {}).get(str(rank.number), {}))
         part: Part = globals()[case["part"]]
-        seen = part(Engine(release, case["model"], rank, **case["arguments"]), case)
+        seen = part(start(release, case, rank), case)
         with os.fdopen(writer, "w") as told:
             told.write(json.dumps(seen))
         status = 0
@@ -72,9 +73,9 @@ def rounds(engine: Engine, case: Case) -> dict[str, Any]:
     def watch(_: Engine) -> None:
         for bank in pools_of(engine):
             if engine.step in limits:
-                set_limit(bank, limits[engine.step], f"-tp{engine.rank.number}" if engine.rank.number else "")
+                set_limit(bank, limits[engine.step], accord_of(engine).mine.suffix)
             counts = bank.pool.counts()
-            steps.append([engine.step, counts.limit_pages, counts.held_pages, bank.pool.ledger.counts().owned_blocks])
+            steps.append([engine.step, counts.limit_pages, counts.held_pages, bank.out_pages])
 
     send_round(engine, case, "a")
     first = engine.run(watch)
@@ -85,6 +86,8 @@ def rounds(engine: Engine, case: Case) -> dict[str, Any]:
     seen["counted"] = count_preemptions(engine)
     if pools_of(engine):
         seen["exchanges"] = accord_of(engine)._calls
+        seen["block_bytes"] = [bank.pool.geometry.block_bytes for bank in pools_of(engine)]
+        seen["suffix"] = accord_of(engine).mine.suffix
     return seen | after_flush(engine)
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from sglang_harness.engine import Engine
+from sglang_harness.engine import ALONE, Engine, Rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,14 +18,16 @@ Release = tuple[int, ...]
 Case = dict[str, Any]
 
 
-def start(release: Release, case: Case) -> Engine:
+def start(release: Release, case: Case, rank: Rank = ALONE) -> Engine:
     if case.get("absorbed_mla"):
         use_absorbed_mla()
     if case.get("expert_biases") and release < (0, 5, 17):
         load_whole_expert_biases()
     if case.get("gated_norm"):
         use_gated_norm()
-    return Engine(release, case["model"], **case["arguments"])
+    if case["arguments"].get("enable_dp_attention"):
+        pad_batches()
+    return Engine(release, case["model"], rank, **case["arguments"])
 
 
 def use_absorbed_mla() -> None:
@@ -48,6 +50,14 @@ def load_whole_expert_biases() -> None:
             load(layer, expert_data=expert_data, loaded_weight=loaded_weight, **others)
 
     FusedMoE._load_w2 = load_bias_or
+
+
+def pad_batches() -> None:
+    """Ranks with requests of their own run batches of one size. What a row that is padded counts as is asked of the attention, and of those
+    for CPUs only the one with kernels says it."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
 
 
 def use_gated_norm() -> None:

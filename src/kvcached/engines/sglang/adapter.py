@@ -219,7 +219,7 @@ class Adapter:
     def receive(self, original: Callable[..., Any], scheduler: Any, recv_reqs: Any) -> Any:
         with self.watch.lock:
             if recv_reqs:
-                self.watch.agree_early()
+                self.watch.requests_come()
             return original(scheduler, recv_reqs)
 
     def checked(self, original: Callable[..., Any], checker: Any) -> Any:
@@ -240,9 +240,10 @@ class Adapter:
 
     def retract(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Within `schedule`, so with the lock held."""
-        result = original(batch, *args, **kwargs)
-        self.watch.note_preemptions(len(result[0]))
-        return result
+        retracted, ratio, aborted = original(batch, *args, **kwargs)
+        spared = self.watch.spare(batch, aborted)
+        self.watch.note_preemptions(len(retracted) + len(spared))
+        return [*retracted, *spared], ratio, [req for req in aborted if req not in spared]
 
     def finish_step(self, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self.watch.lock:

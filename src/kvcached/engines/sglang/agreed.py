@@ -81,7 +81,7 @@ class AgreedGate(Gate):
 
     # ------------------------------------------------------------------ agreeing on more
 
-    def secure(self, slots: int, *, insist: bool = True) -> bool:
+    def secure(self, slots: int, *, insist: bool = True, patient: bool = False) -> bool:
         pages = self.pages(slots)
         missing = pages - self._agreed.ready
         if missing <= 0:
@@ -139,14 +139,26 @@ class Agreement:
         self.accord = accord
         self._gates = gates
 
+    def start(self) -> None:
+        """All ranks at the same time, when the engine is complete."""
+        self.requests_come(0)
+
+    def requests_come(self, queued: int) -> None:
+        """Bounds may have moved since the last step."""
+        self.begin(queued)
+        self.lapse()
+
     def begin(self, queued: int) -> None:
         """`queued`: requests that wait, the same on all ranks."""
         alike = [queued, *(number for gate in self._gates for number in (gate.bank.out_pages, gate.tree.evictable()))]
         offers = [number for gate in self._gates for number in gate.offer()]
         agreed = self.accord.least(Topic.STEP, offers, alike)
+        for gate, offer in zip(self._gates, self._offers_in(agreed), strict=True):
+            gate.adopt(offer)
+
+    def _offers_in(self, agreed: Sequence[int]) -> list[Offer]:
         width = len(Offer._fields)
-        for place, gate in enumerate(self._gates):
-            gate.adopt(Offer(*agreed[place * width : (place + 1) * width]))
+        return [Offer(*agreed[place : place + width]) for place in range(0, len(agreed), width)]
 
     def lapse(self) -> None:
         for gate in self._gates:

@@ -94,7 +94,9 @@ class StateTree:
 
 
 class Gate:
-    """The gate of one allocator. Call it with the pool's lock held."""
+    """The gate of one allocator. Call it with the pool's lock held. `ahead_slots`: what prefills leave for requests that decode."""
+
+    ahead_slots = 0
 
     def __init__(self, bank: PageBank) -> None:
         self.bank = bank
@@ -125,10 +127,11 @@ class Gate:
         """Page ids on the device. Raises `PoolExhausted`; then nothing was taken."""
         return self.bank.take(pages)
 
-    def secure(self, slots: int, *, insist: bool = True) -> bool:
+    def secure(self, slots: int, *, insist: bool = True, patient: bool = False) -> bool:
         """Whether so many slots can be taken now, after mapping pages and evicting from the tree if need be.
 
-        `insist`: ask a card that has just refused once more. Not for who can do with fewer, and asks at every turn.
+        `insist`: ask a card that has just refused once more. Not for who can do with fewer, and asks at every turn. `patient`: rather
+        no than to evict, where memory comes by itself within some steps.
         """
         pool, pages = self.bank.pool, self.pages(slots)
         self.bank.settle()
@@ -263,14 +266,14 @@ class Gates:
         for gate in self.all:
             gate.prepare(slots)
 
-    def secure(self, slots: int, *, insist: bool = True) -> bool:
+    def secure(self, slots: int, *, insist: bool = True, patient: bool = False) -> bool:
         """Whether so many slots of each kind can be taken now."""
-        return all([gate.secure(slots, insist=insist) for gate in self.all])
+        return all([gate.secure(slots, insist=insist, patient=patient) for gate in self.all])
 
     def admits(self, slots: int, *, reserved: int) -> bool:
         """Whether a prefill can take so many slots of each kind now, beside those that are promised. What it lacks is remembered until
         `may_reopen`."""
-        admitted = self.secure(reserved + slots)
+        admitted = self.secure(reserved + slots + self.full.ahead_slots, patient=True)
         self.turned_away(0 if admitted else slots)
         return admitted
 
@@ -289,7 +292,8 @@ class Gates:
     def secure_chunk(self, slots: int, reserved: int) -> int | None:
         """As many slots of `slots` as can be had beside `reserved` ones, in whole pages where they are fewer; None for none."""
         page = self.page_slots
-        if self.secure(reserved + self.full.pages(slots) * page + page, insist=False):
+        reserved += self.full.ahead_slots
+        if self.secure(reserved + self.full.pages(slots) * page + page, insist=False, patient=True):
             return slots
         ready = min(gate.ready_slots for gate in self.all) - reserved - page
         return ready // page * page if ready >= page else None

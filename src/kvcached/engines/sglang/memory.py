@@ -17,6 +17,8 @@ from kvcached.engines.sglang.gate import Gate
 from kvcached.engines.sglang.identity import Identity
 from kvcached.engines.sglang.placement import Placement, page_floor_bytes, place
 from kvcached.engines.sglang.ranks import Accord, Crew, Topic
+from kvcached.engines.sglang.staged import StagedGate
+from kvcached.engines.sglang.stock import StockedBank
 from kvcached.engines.sglang.tree_pool import TreePool
 from kvcached.errors import EngineNotSupported
 from kvcached.runtime.cards import OpenCard
@@ -181,8 +183,7 @@ class PoolMemory:
         pool = TreePool.adopt(self.owner.pool, self.engine.lock)
         pool.take_ids([0])
         pool.pin_page_of(0)
-        bank = PageBank(pool, page_slots, self.engine.device)
-        gate = Gate(bank) if self.engine.accord is None else AgreedGate(bank, self.engine.accord)
+        gate = _gate_of(pool, page_slots, self.engine.device, self.engine.accord)
         pool.reclaim = lambda blocks: self._reclaim(gate, blocks)
         pool.answers_later = self.engine.accord is not None
         pool.kept_blocks = lambda: gate.pages(gate.tree.evictable())
@@ -236,6 +237,14 @@ class TokenMemory(PoolMemory):
             self.view(offset, (self.slots, heads, size), (slot, size, 1), self._dtype)
             for offset, (heads, size) in zip(self.placement.offsets_bytes, self._rows, strict=True)
         ]
+
+
+def _gate_of(pool: TreePool, page_slots: int, device: torch.device, accord: Accord | None) -> Gate:
+    if accord is None:
+        return Gate(PageBank(pool, page_slots, device))
+    if accord.stages == 1:
+        return AgreedGate(PageBank(pool, page_slots, device), accord)
+    return StagedGate(StockedBank(pool, page_slots, device), accord)
 
 
 def _card_name(settings: Settings, device: torch.device, rank: int) -> str:

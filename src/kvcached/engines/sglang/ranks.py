@@ -41,20 +41,47 @@ class Topic(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What one rank tells the others about itself, once. `place`: processes of the same place know each other's ids."""
+    """What one rank tells the others about itself, once. `place`: processes of the same place know each other's ids. `stage`: of a
+    pipeline. `shard`: of its stage's tensors."""
 
     rank: int
     pid: int
     place: str
+    stage: int
+    shard: int
 
     @property
     def suffix(self) -> str:
         """What tells the names of an engine's ranks apart; the first one's has none."""
-        return f"-tp{self.rank}" if self.rank else ""
+        return (f"-pp{self.stage}" if self.stage else "") + (f"-tp{self.shard}" if self.shard else "")
+
+
+class Asked:
+    """An exchange under way."""
+
+    def __init__(self, rank: int, told: torch.Tensor, pairs: Sequence[int], numbers: int, work: Any) -> None:
+        self._rank = rank
+        self._told = told
+        self._pairs = pairs
+        self._numbers = numbers
+        self._work = work
+
+    def answer(self) -> list[int]:
+        """Waits for all ranks. Raises what `Accord.least` does."""
+        self._work.wait()
+        heard: list[int] = self._told.tolist()
+        width = len(self._pairs)
+        ranges = [(heard[place], -heard[place + 1]) for place in range(0, width, 2)]
+        if any(low != high for low, high in ranges):
+            raise InvariantBroken(
+                f"the ranks of this engine do not decide alike: rank {self._rank} has {self._pairs[::2]} (call, topic, counts), "
+                f"and over all ranks they are between {[low for low, _ in ranges]} and {[high for _, high in ranges]}"
+            )
+        return heard[width : width + self._numbers]
 
 
 class Accord:
-    """All ranks of an engine. Each calls `least` equally often and in the same order; each of them waits for the others in it."""
+    """All ranks of an engine. Each calls `ask` and `least` equally often and in the same order; an answer waits for all of them."""
 
     def __init__(self, mine: Seat, seats: Sequence[Seat], group: Any) -> None:
         self.mine = mine
@@ -70,29 +97,33 @@ class Accord:
         world = parallel_state.get_world_group()
         if world.world_size == 1:
             return None
-        mine = Seat(world.rank_in_group, os.getpid(), f"{_BOOT_ID.read_text().strip()} {os.readlink(_PID_NAMESPACE)}")
+        place = f"{_BOOT_ID.read_text().strip()} {os.readlink(_PID_NAMESPACE)}"
+        stage, shard = parallel_state.get_pp_group().rank_in_group, parallel_state.get_tp_group().rank_in_group
+        mine = Seat(world.rank_in_group, os.getpid(), place, stage, shard)
         seats: list[Any] = [None] * world.world_size
         torch.distributed.all_gather_object(seats, mine, group=world.cpu_group)
         return cls(mine, seats, world.cpu_group)
+
+    @property
+    def stages(self) -> int:
+        """Stages of the engine's pipeline, 1 without one."""
+        return 1 + max(seat.stage for seat in self.seats)
 
     def least(self, topic: Topic, numbers: Sequence[int], alike: Sequence[int] = ()) -> list[int]:
         """The least of each number over all ranks. `alike` must be the same on all of them already.
 
         Raises `InvariantBroken`, on every rank, when they ask different things; the engine's own error when a rank is gone.
         """
+        return self.ask(topic, numbers, alike).answer()
+
+    def ask(self, topic: Topic, numbers: Sequence[int], alike: Sequence[int] = ()) -> Asked:
+        """The same without waiting for the answer."""
         self._calls += 1
         pairs = [signed for number in (self._calls, topic, *alike) for signed in (number, -number)]
         told = torch.zeros(_WIDTH, dtype=torch.int64)
         told[: len(pairs) + len(numbers)] = torch.tensor([*pairs, *numbers], dtype=torch.int64)
-        torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MIN, group=self._group)
-        heard: list[int] = told.tolist()
-        ranges = [(heard[place], -heard[place + 1]) for place in range(0, len(pairs), 2)]
-        if any(low != high for low, high in ranges):
-            raise InvariantBroken(
-                f"the ranks of this engine do not decide alike: rank {self.mine.rank} has {pairs[::2]} (call, topic, counts), "
-                f"and over all ranks they are between {[low for low, _ in ranges]} and {[high for _, high in ranges]}"
-            )
-        return heard[len(pairs) : len(pairs) + len(numbers)]
+        work = torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MIN, group=self._group, async_op=True)
+        return Asked(self.mine.rank, told, pairs, len(numbers), work)
 
 
 class Crew:

@@ -30,7 +30,6 @@ _ARGUMENTS: Final[tuple[tuple[str, object, str], ...]] = (
     ("speculative_algorithm", None, "speculative decoding has a second KV pool on the same slots"),
     ("enable_linear_replayssm", False, "the rings of a replayed state are not in the pool of states"),
     ("enable_linear_replayssm_spec", False, "the rings of a replayed state are not in the pool of states"),
-    ("pp_size", 1, "a stage of a pipeline has to decide before the stages behind it can say what they have"),
     ("nnodes", 1, "the ranks of an engine must be on one machine"),
     ("enable_dp_attention", False, "data parallel attention has several schedulers in one group of ranks"),
     ("attn_dp_size", 1, "data parallel attention has several schedulers in one group of ranks"),

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any, Final
 from kvcached.engines.sglang.agreed import AgreedGate, Agreement
 from kvcached.engines.sglang.gate import gates_of
 from kvcached.engines.sglang.ranks import Topic
+from kvcached.engines.sglang.staged import StagedAgreement, StagedGate
 from kvcached.errors import EngineNotSupported
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from kvcached.engines.sglang.gate import Gate
     from kvcached.engines.sglang.memory import EngineMemory
+    from kvcached.engines.sglang.ranks import Accord
 
 _log = logging.getLogger("kvcached.sglang")
 _NO_BOUND: Final = (1 << 62) - 1
@@ -45,9 +48,7 @@ class SchedulerWatch:
         with self.lock:
             gates.watch_tree(scheduler.tree_cache)
         memory.streams.scheduler = scheduler
-        self._agreement = (
-            None if memory.accord is None else Agreement(memory.accord, [gate for gate in self.gates if isinstance(gate, AgreedGate)])
-        )
+        self._agreement = _agreement_of(memory.accord, self.gates, scheduler)
 
     @contextlib.contextmanager
     def unlocked(self) -> Iterator[None]:
@@ -67,12 +68,11 @@ class SchedulerWatch:
             (most,) = accord.least(Topic.SETTINGS, [self._max_cached_tokens if self._max_cached_tokens >= 0 else _NO_BOUND])
             self._max_cached_tokens = -1 if most == _NO_BOUND else most
             with self.lock:
-                self.agree_early()
+                self._agreement.start()
 
-    def agree_early(self) -> None:
-        """Requests have come, and bounds may have moved since the last step."""
-        with self.agreed():
-            pass
+    def requests_come(self) -> None:
+        if self._agreement is not None:
+            self._agreement.requests_come(len(self._scheduler.waiting_queue))
 
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:
@@ -94,6 +94,15 @@ class SchedulerWatch:
         self._begun_batch = batch
         for bank in self._gates.banks:
             bank.marker = self._begun
+
+    def spare(self, batch: Any, aborted: Sequence[Any]) -> list[Any]:
+        """Of the requests that SGLang ends because they outgrow what there is alone: those that are not alone, since others run in other
+        batches of a pipeline. They have given their memory back, as requests do that are put back."""
+        others = [other for other in getattr(self._scheduler, "running_mbs", ()) if other is not batch and not other.is_empty()]
+        spared = [req for req in aborted if getattr(req, "beam_group", None) is None] if others else []
+        for req in spared:
+            req.to_finish = None
+        return spared
 
     def note_preemptions(self, requests: int) -> None:
         self._gates.full.bank.pool.note_preemptions(requests)
@@ -193,6 +202,15 @@ class SchedulerWatch:
             _end_chunked(scheduler, chunked, reason)
 
 
+def _agreement_of(accord: Accord | None, gates: Sequence[Gate], scheduler: Any) -> Agreement | None:
+    if accord is None:
+        return None
+    staged = [gate for gate in gates if isinstance(gate, StagedGate)]
+    if staged:
+        return StagedAgreement(accord, staged, scheduler, _slots_of_a_step(scheduler))
+    return Agreement(accord, [gate for gate in gates if isinstance(gate, AgreedGate)])
+
+
 def _tokens_of(req: Any) -> int:
     """A request that was retracted takes up what it has decoded as well."""
     return len(req.origin_input_ids) + len(req.output_ids)
@@ -226,7 +244,7 @@ def _end_chunked(scheduler: Any, req: Any, reason: str) -> None:
         if hasattr(req, "discard_output_reason"):  # these releases pass it on
             req.discard_output_reason = FINISH_ABORT(reason, HTTPStatus.BAD_REQUEST)
         scheduler.abort_request(AbortReq(rid=req.rid))
-    elif not scheduler.last_batch:
+    elif not scheduler.last_batch and not any(getattr(scheduler, "mbs", ())):
         from sglang.srt.mem_cache.common import release_kv_cache
 
         _log.error("request %s ended with an error: %s", req.rid, reason)
