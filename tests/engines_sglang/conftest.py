@@ -12,6 +12,8 @@ from sglang_harness.matrix import NEWEST, batches
 if TYPE_CHECKING:
     from sglang_harness.cases import Batch
 
+SHARING = tuple(f"test_sglang_{part}" for part in ("tokens", "limits", "hybrid", "stages", "replicas"))  # look at the same engines' results
+
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,7 +28,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def group_of(item: pytest.Item) -> str:
     """Tests of one group run in one process: those that look at the same engines' results. Without a version it is the newest one's."""
-    if item.path.stem not in ("test_sglang_tokens", "test_sglang_limits", "test_sglang_hybrid", "test_sglang_stages"):
+    if item.path.stem not in (
+        "test_sglang_tokens",
+        "test_sglang_limits",
+        "test_sglang_hybrid",
+        "test_sglang_stages",
+        "test_sglang_replicas",
+    ):
         return item.path.stem
     callspec = getattr(item, "callspec", None)
     return str(callspec.params.get("version", NEWEST)) if callspec else NEWEST

@@ -10,7 +10,7 @@ import pytest
 
 from kvcached.config import load_settings
 from kvcached.engines.sglang.seams import FIRST, LAST, SEAMS, Kind, seams_of
-from kvcached.engines.sglang.support import release_of, require_features, require_release, require_settings
+from kvcached.engines.sglang.support import attention_replicas, release_of, require_features, require_release, require_settings
 from kvcached.errors import EngineNotSupported
 
 if TYPE_CHECKING:
@@ -50,19 +50,55 @@ def test_what_is_wrapped_has_a_hook_and_nothing_else_has() -> None:
         assert seam.first <= seam.last, seam.target
 
 
-def test_usual_arguments_are_taken() -> None:
-    require_features(SimpleNamespace(tp_size=2, pp_size=1, dp_size=1, disaggregation_mode="null", speculative_algorithm=None))
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"tp_size": 2, "pp_size": 1, "dp_size": 1, "disaggregation_mode": "null", "speculative_algorithm": None},
+        {"tp_size": 2, "pp_size": 4},
+        {"tp_size": 4, "dp_size": 2, "enable_dp_attention": True},
+        {"tp_size": 4, "dp_size": 2, "attn_dp_size": 1, "enable_dp_attention": True},
+        {"tp_size": 4, "dp_size": 1, "attn_dp_size": 2},
+    ],
+)
+def test_usual_arguments_are_taken(arguments: dict[str, object]) -> None:
+    require_features(SimpleNamespace(**arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "replicas"),
+    [
+        ({"tp_size": 4}, 1),
+        ({"dp_size": 2, "enable_dp_attention": True}, 2),
+        ({"dp_size": 2, "attn_dp_size": 1, "enable_dp_attention": True}, 2),
+        ({"dp_size": 1, "attn_dp_size": 4, "enable_dp_attention": True}, 4),
+        ({"dp_size": 1, "attn_dp_size": 4}, 4),
+    ],
+)
+def test_replicas_of_attention_are_counted_as_each_release_asks_for_them(arguments: dict[str, object], replicas: int) -> None:
+    assert attention_replicas(SimpleNamespace(**arguments)) == replicas
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"dp_size": 2, "attn_dp_size": 2}, "dp_size=2"),
+        ({"pp_size": 2, "dp_size": 2, "enable_dp_attention": True}, "pp_size=2 with data parallel attention"),
+    ],
+)
+def test_mixtures_that_were_not_tried_are_refused(arguments: dict[str, object], named: str) -> None:
+    with pytest.raises(EngineNotSupported, match=named):
+        require_features(SimpleNamespace(**arguments))
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("pp_size", 2),
-        ("enable_dp_attention", True),
         ("dp_size", 4),
         ("disaggregation_mode", "decode"),
         ("enable_memory_saver", True),
         ("speculative_algorithm", "EAGLE"),
+        ("speculative_algorithm", "NGRAM"),
+        ("enable_hierarchical_cache", True),
         ("enable_flexkv", True),
         ("radix_cache_backend", "theirs"),
     ],

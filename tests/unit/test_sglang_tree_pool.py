@@ -10,6 +10,7 @@ import pytest
 
 from kvcached.core.geometry import BlockGeometry
 from kvcached.core.limits import Limits
+from kvcached.core.tally import Eviction
 from kvcached.engines.sglang.tree_pool import TreePool
 from kvcached.ranks.api import Outcome, Verdict, finished
 from kvcached.runtime.pool import Pool, PoolOptions
@@ -45,7 +46,7 @@ class Tree:
         self._pool = pool
         pool.reclaim, pool.kept_blocks = self.evict, lambda: sum(map(len, self.leaves))
 
-    def evict(self, blocks: int) -> int:
+    def evict(self, blocks: int, why: Eviction) -> int:
         given = 0
         while self.leaves and given < blocks:
             leaf = self.leaves.pop(0)
@@ -109,9 +110,9 @@ def test_a_tree_that_has_nothing_more_ends_it(pool: TreePool) -> None:
 
 
 def test_where_the_answer_comes_later_the_wish_is_for_whole_pages(pool: TreePool) -> None:
-    wishes: list[int] = []
+    wishes: list[tuple[int, Eviction]] = []
     pool.answers_later = True
     pool.kept_blocks = lambda: 40
-    pool.reclaim = lambda blocks: wishes.append(blocks) or 0  # type: ignore[func-returns-value]
-    pool.free_pages(2)
-    assert wishes == [2 * PER_PAGE]
+    pool.reclaim = lambda blocks, why: wishes.append((blocks, why)) or 0  # type: ignore[func-returns-value]
+    pool.free_pages(2, Eviction.LIMIT)
+    assert wishes == [(2 * PER_PAGE, Eviction.LIMIT)]

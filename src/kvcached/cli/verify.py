@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvcached verify`: is the installed vLLM the one that the adapter was made for, and which door moved if not.
+"""`kvcached verify`: is the installed engine one that the adapter was made for, and which door moved if not.
 
 Exit codes: 0 all as recorded, 1 something differs, 2 usage.
 """
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -22,11 +23,24 @@ app = typer.Typer(
     help=__doc__, add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 _RUN_TIMEOUT_S: Final = 600
+_SGLANG_ON_CPU: Final = ("SGLANG_USE_CPU_ENGINE=1", "SGLANG_CPU_OMP_THREADS_BIND=0", "HF_HUB_OFFLINE=1")
+_SMALL_CARD: Final = ("KVCACHED_HOST_CAPACITY=64MiB", "KVCACHED_HOST_GRANULARITY=4096")
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON value on standard output.")]
+
+
+class Engine(str, Enum):
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
+Which = Annotated[Engine, typer.Option("--engine", help="Of which engine.")]
 Run = Annotated[bool, typer.Option("--run", help="Also run a tiny model on the CPU, elastic and not, and compare (a minute).")]
 Source = Annotated[
-    str, typer.Option("--source", metavar="DIR=VERSION", help="Examine the folder of a package `vllm` instead of the installed one.")
+    str,
+    typer.Option(
+        "--source", metavar="DIR=VERSION", help="Examine the folder of a package `vllm` or `sglang` instead of the installed one."
+    ),
 ]
 All = Annotated[bool, typer.Option("--all", help="List what is as recorded, too.")]
 
@@ -41,6 +55,7 @@ class RunCheck:
 
 @dataclass(frozen=True, slots=True)
 class Report:
+    engine: str
     version: str
     unsupported: str
     findings: list[Finding]
@@ -57,7 +72,7 @@ class Report:
 
 def run_verify(release: Release, *, run: bool = False) -> Report:
     """Look up every seam, and with `run` start the installed engine twice. Raises `EngineNotSupported` where the run cannot start."""
-    return Report(release.version, release.supported, release.findings(), run_checks() if run else [])
+    return Report("vLLM", release.version, release.supported, release.findings(), run_checks() if run else [])
 
 
 def run_checks() -> list[RunCheck]:
@@ -76,6 +91,41 @@ def run_checks() -> list[RunCheck]:
         _check("pages held without work, the null block's apart", 1, elastic.get("held_pages")),
         _check("bytes leased after shutdown", 0, elastic.get("leased_after_shutdown_bytes")),
     ]
+
+
+def run_sglang_verify(source: str = "", *, run: bool = False) -> Report:
+    """The same for SGLang, whose modules are imported for it in a process of their own. `source`: the folder of a package `sglang`.
+
+    Raises `EngineNotSupported` where SGLang cannot be imported, or the run cannot start.
+    """
+    path = [f"PYTHONPATH={Path(source).resolve().parent}"] if source else []
+    with tempfile.TemporaryDirectory(prefix="kvv") as scratch:
+        inspected = _last_line(_child(["-m", "kvcached.engines.sglang.inspection"], scratch, *_SGLANG_ON_CPU, *path))
+    findings = [Finding(**found) for found in inspected["findings"]]
+    return Report("SGLang", inspected["version"], inspected["unsupported"], findings, run_sglang_checks(path) if run else [])
+
+
+def run_sglang_checks(variables: list[str]) -> list[RunCheck]:
+    """Needs an SGLang that runs on a CPU, and transformers."""
+    with tempfile.TemporaryDirectory(prefix="kvv") as scratch:
+        model = Path(scratch) / "model"
+        _child(["-m", "kvcached.testing.models", "llama", str(model)], scratch, *variables)
+        probe = ["-m", "kvcached.engines.sglang.probe", str(model)]
+        stock, elastic = (
+            _last_line(_child(probe, scratch, *_SGLANG_ON_CPU, *variables, f"ENABLE_KVCACHED={asked}", *_SMALL_CARD))
+            for asked in ("false", "true")
+        )
+    busy, idle = elastic.get("busy_bytes", 0), elastic.get("idle_bytes", 0)
+    return [
+        _check("the same tokens", stock["tokens"], elastic["tokens"]),
+        RunCheck("memory goes when the cache is flushed", "" if 0 < idle < busy else f"{busy} bytes were leased, then {idle}"),
+        _check("bytes leased after shutdown", 0, elastic.get("leased_after_shutdown_bytes")),
+    ]
+
+
+def _last_line(answer: str) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(answer.strip().splitlines()[-1])
+    return value
 
 
 def _check(name: str, expected: object, found: object) -> RunCheck:
@@ -101,20 +151,28 @@ def _child(arguments: list[str], scratch: str, *variables: str) -> str:
     return done.stdout
 
 
-def _release(source: str) -> Release:
-    if not source:
-        return Release.installed()
+def _folder_and_version(source: str) -> tuple[str, str]:
     folder, _, version = source.partition("=")
-    if not version or not Path(folder).is_dir():
+    if source and not (version and Path(folder).is_dir()):
         raise typer.BadParameter("write DIR=VERSION, such as ./vllm=0.33.0")
-    return Release(Path(folder), version)
+    return folder, version
+
+
+def _report(engine: Engine, source: str, *, run: bool) -> Report:
+    folder, version = _folder_and_version(source)
+    if engine is Engine.VLLM:
+        return run_verify(Release(Path(folder), version) if source else Release.installed(), run=run)
+    report = run_sglang_verify(folder, run=run)
+    if version and version != report.version:
+        raise EngineNotSupported(f"the SGLang in {folder} says that it is {report.version}, not {version}")
+    return report
 
 
 @app.command()
-def verify(run: Run = False, source: Source = "", show_all: All = False, as_json: AsJson = False) -> None:
+def verify(engine: Which = Engine.VLLM, run: Run = False, source: Source = "", show_all: All = False, as_json: AsJson = False) -> None:
     """Check an engine version."""
     with reporting(as_json):
-        report = run_verify(_release(source), run=run)
+        report = _report(engine, source, run=run)
         if as_json:
             say_json({"ok": not report.problems, **asdict(report)})
         else:
@@ -124,7 +182,7 @@ def verify(run: Run = False, source: Source = "", show_all: All = False, as_json
 
 
 def _say_report(report: Report, show_all: bool) -> None:
-    say(f"vLLM {report.version}: {report.unsupported or 'in the supported range'}")
+    say(f"{report.engine} {report.version}: {report.unsupported or 'in the supported range'}")
     for finding in report.findings:
         if finding.problem:
             say(f"MOVED    {finding.target} ({finding.kind}): {finding.problem}\n         needed: {finding.reason}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_harness import pipelines
+from sglang_harness import pipelines, replicas
 from sglang_harness.cases import Batch, Case
 
 if TYPE_CHECKING:
@@ -129,13 +129,13 @@ def cases_of(version: str, *, full: bool) -> list[Case]:
         cases.append(PAGES_OF_ONE)
     if version == NEWEST:
         cases += [*(case for case, _ in VARIANTS.values()), *REFUSALS, BOOKS, *LATE, FEW_STATES]
-    return cases + pipelines_of(version, full=full)
+    return cases + ranked_of(version, full=full)
 
 
-def pipelines_of(version: str, *, full: bool) -> list[Case]:
+def ranked_of(version: str, *, full: bool) -> list[Case]:
     if version == NEWEST:
-        return [*pipelines.QUICK, *(pipelines.MORE if full else ())]
-    return list(pipelines.OLDER) if full else []
+        return [*pipelines.QUICK, *replicas.QUICK, *((*pipelines.MORE, *replicas.MORE) if full else ())]
+    return [*pipelines.OLDER, *replicas.OLDER] if full else []
 
 
 def batches(folder_of: Callable[[str], Path], *, full: bool) -> dict[str, Batch]:

@@ -16,7 +16,7 @@ LOW_PAGES = 6
 PAGE_BLOCKS = 4
 CARDS = {"KVCACHED_CARD": "host:0,host:1", "KVCACHED_VIRTUAL": "32MiB", "KVCACHED_HOST_CAPACITY": "4MiB", "KVCACHED_FLOOR": "0"}
 LESS = {"1": {"KVCACHED_HOST_CAPACITY": "1MiB"}}  # on rank 1
-BIND = {1: {}, 2: {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}  # by the ranks of a stage
+BIND = {1: {}, 2: {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, 4: {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"}}  # by the ranks of a stage
 
 
 def staged(

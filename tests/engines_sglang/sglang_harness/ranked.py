@@ -69,14 +69,16 @@ def rounds(engine: Engine, case: Case) -> dict[str, Any]:
     retracted = count_retractions(engine)
     limits = dict(case.get("limits", [])) if case.get("on") == engine.rank.number else {}
     steps: list[list[int]] = []
+    suffix = name_of(engine).removeprefix(case["name"])
 
     def watch(_: Engine) -> None:
         for bank in pools_of(engine):
             if engine.step in limits:
-                set_limit(bank, limits[engine.step], accord_of(engine).mine.suffix)
+                set_limit(bank, limits[engine.step], suffix)
             counts = bank.pool.counts()
             steps.append([engine.step, counts.limit_pages, counts.held_pages, bank.out_pages])
 
+    case = case | {"prompts": case.get("prompts_of", {}).get(str(engine.rank.number), case.get("prompts", 6))}
     send_round(engine, case, "a")
     first = engine.run(watch)
     reasons = engine.reasons()
@@ -84,11 +86,23 @@ def rounds(engine: Engine, case: Case) -> dict[str, Any]:
     second = engine.run(watch)
     seen = {"tokens": first | second, "reasons": reasons | engine.reasons(), "retracted": retracted[0], "steps": steps}
     seen["counted"] = count_preemptions(engine)
+    seen["evicted"] = {why.value: count for bank in pools_of(engine) for why, count in bank.pool.tally.evicted_blocks.items()}
     if pools_of(engine):
-        seen["exchanges"] = accord_of(engine)._calls
+        seen["exchanges"] = 0 if engine.has_own_requests else accord_of(engine)._calls
         seen["block_bytes"] = [bank.pool.geometry.block_bytes for bank in pools_of(engine)]
-        seen["suffix"] = accord_of(engine).mine.suffix
+        seen["suffix"] = suffix
     return seen | after_flush(engine)
+
+
+def name_of(engine: Engine) -> str:
+    """Under which name people find this rank; empty for a stock one."""
+    from kvcached.card.card import Card
+    from kvcached.config import load_settings
+
+    if not pools_of(engine):
+        return ""
+    mine = [entry.instance for card in Card.list_cards(load_settings().run_dir) for entry in card.live if entry.record.pid == os.getpid()]
+    return min(mine, key=len)
 
 
 def accord_of(engine: Engine) -> Any:

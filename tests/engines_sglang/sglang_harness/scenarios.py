@@ -54,10 +54,11 @@ def load_whole_expert_biases() -> None:
 
 def pad_batches() -> None:
     """Ranks with requests of their own run batches of one size. What a row that is padded counts as is asked of the attention, and of those
-    for CPUs only the one with kernels says it."""
+    for CPUs only the one with kernels says it. The second name is that of older releases."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
+    for name in ("get_cpu_graph_seq_len_fill_value", "get_cuda_graph_seq_len_fill_value"):
+        setattr(TorchNativeAttnBackend, name, lambda _: 1)
 
 
 def use_gated_norm() -> None:

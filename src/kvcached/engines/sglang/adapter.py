@@ -17,7 +17,14 @@ from kvcached.engines.sglang.install import install_seams, is_installed
 from kvcached.engines.sglang.memory import EngineMemory, TokenMemory
 from kvcached.engines.sglang.seams import seams_of
 from kvcached.engines.sglang.states import STATES_OF_A_REQUEST, StateMemory, states_of
-from kvcached.engines.sglang.support import require_features, require_pool, require_release, require_settings, require_states
+from kvcached.engines.sglang.support import (
+    attention_replicas,
+    require_features,
+    require_pool,
+    require_release,
+    require_settings,
+    require_states,
+)
 from kvcached.engines.sglang.watch import SchedulerWatch
 from kvcached.engines.sglang.zeros import ZerosFromArena
 from kvcached.errors import EngineNotSupported, PeerLost
@@ -84,7 +91,8 @@ class Adapter:
             if device.type == "cuda" and device.index is None:
                 device = torch.device("cuda", torch.cuda.current_device())
             model = self._server_args.served_model_name or self._server_args.model_path
-            self._memory = EngineMemory(settings, model, device, interleaved=self._takes_strides())
+            replicas = attention_replicas(self._server_args)
+            self._memory = EngineMemory(settings, model, device, interleaved=self._takes_strides(), replicas=replicas)
         return self._memory
 
     def _takes_strides(self) -> bool:
@@ -232,7 +240,7 @@ class Adapter:
                 self.watch.reopen()
                 plan = original(scheduler, *args, **kwargs)
                 batch = getattr(plan, "batch_to_run", plan)
-                if batch is None:
+                if batch is None or batch.forward_mode.is_idle():  # the latter while other replicas of attention work
                     self.watch.end_hopeless()
                 else:
                     self.watch.begin_step(batch)

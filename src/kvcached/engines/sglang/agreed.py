@@ -28,14 +28,21 @@ class Offer(NamedTuple):
     """What one rank can do for its engine, in SGLang's pages; the least of all ranks' counts.
 
     `ready`: can be taken at once. `holdable`: SGLang can own in all, at the present limit, once memory has been made for it. `most`:
-    the same if the tree were empty and the card's other tenants gave what they can. `spared`: less than 0 where the tree is asked to
-    give pages up.
+    the same if the tree were empty and the card's other tenants gave what they can. The others are less than 0 where the tree is asked
+    to give pages up: for a lower limit, for other pools, for somebody who asked.
     """
 
     ready: int
     holdable: int
     most: int
-    spared: int
+    for_limit: int = 0
+    for_others: int = 0
+    for_asking: int = 0
+
+    @property
+    def wishes(self) -> dict[Eviction, int]:
+        """Pages that the tree is asked to give up."""
+        return {Eviction.LIMIT: -self.for_limit, Eviction.PRESSURE: -self.for_others, Eviction.ASKED: -self.for_asking}
 
 
 class AgreedGate(Gate):
@@ -44,7 +51,7 @@ class AgreedGate(Gate):
     def __init__(self, bank: PageBank, accord: Accord) -> None:
         super().__init__(bank)
         self._accord = accord
-        self._wished_pages = 0
+        self._forget_wishes()
         self._agreed = self.offer()._replace(ready=0)
 
     def offer(self) -> Offer:
@@ -53,14 +60,28 @@ class AgreedGate(Gate):
         bank.settle()
         out = bank.out_pages + bank.arriving_pages
         holdable = max(0, out + bank.pool.obtainable() - bank.pool.missing(0))  # missing: above the limit
-        return Offer(bank.pool.available(), holdable, super().most_slots // bank.page_slots, -self._wished_pages)
+        return Offer(bank.pool.available(), holdable, super().most_slots // bank.page_slots, *self._wishes())
+
+    def _wishes(self) -> tuple[int, int, int]:
+        return -self._wished[Eviction.LIMIT], -self._wished[Eviction.PRESSURE], -self._wished[Eviction.ASKED]
+
+    def _forget_wishes(self) -> None:
+        self._wished = dict.fromkeys((Eviction.LIMIT, Eviction.PRESSURE, Eviction.ASKED), 0)
 
     def adopt(self, agreed: Offer) -> None:
         """All ranks' least; where one of them asks for it, the trees of all give pages up."""
         self._agreed = agreed
-        self._wished_pages = 0
-        if agreed.spared < 0 and self._drop(-agreed.spared * self.bank.page_slots, Eviction.PRESSURE):
+        self._forget_wishes()
+        if self._grant(agreed):
             self.bank.settle(wait=True)
+
+    def _grant(self, agreed: Offer) -> int:
+        """The tree gives up the most that anybody wishes. Returns how many slots."""
+        dropped = 0
+        for why, pages in agreed.wishes.items():
+            if (missing := pages * self.bank.page_slots - dropped) > 0:
+                dropped += self._drop(missing, why)
+        return dropped
 
     def lapse(self) -> None:
         """From here on this rank's pages may go elsewhere."""
@@ -126,9 +147,9 @@ class AgreedGate(Gate):
         if missing > 0 and self.tree.evictable():
             self._drop(missing * self.bank.page_slots, Eviction.NEED)
 
-    def reclaim(self, blocks: int) -> int:
+    def reclaim(self, blocks: int, why: Eviction) -> int:
         """One rank's tree must not give anything up alone: the wish is told at the next agreement, and then all do."""
-        self._wished_pages = max(self._wished_pages, blocks)
+        self._wished[why] = max(self._wished.get(why, 0), blocks)
         return 0
 
 

@@ -190,7 +190,7 @@ class Gate:
             self._withheld_slots = 0
         return freed
 
-    def reclaim(self, blocks: int) -> int:
+    def reclaim(self, blocks: int, why: Eviction) -> int:
         """Give blocks of the tree back to the pool, for others. Returns how many."""
         evicted = self.pages(self.tree.evict(blocks * self.bank.page_slots))
         self.bank.settle(wait=True)

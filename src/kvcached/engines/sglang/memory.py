@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from kvcached.card.entry import Entry
     from kvcached.config import Settings
+    from kvcached.core.tally import Eviction
     from kvcached.runtime.mapper import Mapper
 
 _log = logging.getLogger("kvcached.sglang")
@@ -66,10 +67,12 @@ class Streams:
 class EngineMemory:
     """Opened when the engine asks for its capacity; closed when the engine ends."""
 
-    def __init__(self, settings: Settings, model: str, device: torch.device, *, interleaved: bool) -> None:
-        """`model`: path or name of the model as SGLang was given it. All ranks of an engine make theirs at the same time."""
+    def __init__(self, settings: Settings, model: str, device: torch.device, *, interleaved: bool, replicas: int = 1) -> None:
+        """`model`: path or name of the model as SGLang was given it. `replicas`: of attention. All ranks of an engine make theirs at the
+        same time."""
         self.settings = settings
-        self.accord = Accord.of_engine()
+        self.accord = Accord.of_engine(replicas)
+        self.deciders = None if self.accord is None else self.accord.of_replica()
         self.identity = identity = Identity.of(settings, model, self.accord)
         self.crew = None if self.accord is None else Crew(self.accord, identity.instance.removesuffix(self.accord.mine.suffix))
         self.device = device
@@ -183,17 +186,17 @@ class PoolMemory:
         pool = TreePool.adopt(self.owner.pool, self.engine.lock)
         pool.take_ids([0])
         pool.pin_page_of(0)
-        gate = _gate_of(pool, page_slots, self.engine.device, self.engine.accord)
-        pool.reclaim = lambda blocks: self._reclaim(gate, blocks)
-        pool.answers_later = self.engine.accord is not None
+        gate = _gate_of(pool, page_slots, self.engine.device, self.engine.deciders)
+        pool.reclaim = lambda blocks, why: self._reclaim(gate, blocks, why)
+        pool.answers_later = self.engine.deciders is not None
         pool.kept_blocks = lambda: gate.pages(gate.tree.evictable())
         self.owner.operations.longest_request_tokens = lambda: gate.most_slots
         return gate
 
-    def _reclaim(self, gate: Gate, blocks: int) -> int:
+    def _reclaim(self, gate: Gate, blocks: int, why: Eviction) -> int:
         """From the keeper's or the control endpoint's thread: what the tree holds was made on the scheduler's stream."""
         with self.engine.streams.of_scheduler():
-            return gate.reclaim(blocks)
+            return gate.reclaim(blocks, why)
 
     def describe(self) -> str:
         """What a person wants to know of it at the start."""

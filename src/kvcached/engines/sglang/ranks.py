@@ -42,18 +42,20 @@ class Topic(IntEnum):
 @dataclass(frozen=True, slots=True)
 class Seat:
     """What one rank tells the others about itself, once. `place`: processes of the same place know each other's ids. `stage`: of a
-    pipeline. `shard`: of its stage's tensors."""
+    pipeline. `replica`: of attention, with requests of its own. `shard`: of the tensors of its stage and replica."""
 
     rank: int
     pid: int
     place: str
     stage: int
+    replica: int
     shard: int
 
     @property
     def suffix(self) -> str:
         """What tells the names of an engine's ranks apart; the first one's has none."""
-        return (f"-pp{self.stage}" if self.stage else "") + (f"-tp{self.shard}" if self.shard else "")
+        numbers = {"pp": self.stage, "dp": self.replica, "tp": self.shard}
+        return "".join(f"-{name}{number}" for name, number in numbers.items() if number)
 
 
 class Asked:
@@ -81,7 +83,7 @@ class Asked:
 
 
 class Accord:
-    """All ranks of an engine. Each calls `ask` and `least` equally often and in the same order; an answer waits for all of them."""
+    """Several ranks of an engine. Each calls `ask` and `least` equally often and in the same order; an answer waits for all of them."""
 
     def __init__(self, mine: Seat, seats: Sequence[Seat], group: Any) -> None:
         self.mine = mine
@@ -90,19 +92,32 @@ class Accord:
         self._calls = 0
 
     @classmethod
-    def of_engine(cls) -> Accord | None:
-        """None for an engine of one rank. Called by all ranks at the same time."""
+    def of_engine(cls, replicas: int) -> Accord | None:
+        """All of its ranks; None for an engine of one. `replicas`: of attention. Called by all ranks at the same time."""
         from sglang.srt.distributed import parallel_state
 
         world = parallel_state.get_world_group()
         if world.world_size == 1:
             return None
         place = f"{_BOOT_ID.read_text().strip()} {os.readlink(_PID_NAMESPACE)}"
-        stage, shard = parallel_state.get_pp_group().rank_in_group, parallel_state.get_tp_group().rank_in_group
-        mine = Seat(world.rank_in_group, os.getpid(), place, stage, shard)
+        stage, tensor = parallel_state.get_pp_group().rank_in_group, parallel_state.get_tp_group()
+        replica, shard = divmod(tensor.rank_in_group, tensor.world_size // replicas)
+        mine = Seat(world.rank_in_group, os.getpid(), place, stage, replica, shard)
         seats: list[Any] = [None] * world.world_size
         torch.distributed.all_gather_object(seats, mine, group=world.cpu_group)
         return cls(mine, seats, world.cpu_group)
+
+    def of_replica(self) -> Accord | None:
+        """Of these ranks those that serve the same requests as this one, and so have to decide alike; None where there is no other.
+        Called by all ranks at the same time."""
+        if all(seat.replica == 0 for seat in self.seats):
+            return self
+        groups = {}
+        for replica in sorted({seat.replica for seat in self.seats}):
+            ranks = [seat.rank for seat in self.seats if seat.replica == replica]
+            groups[replica] = torch.distributed.new_group(ranks, backend="gloo") if len(ranks) > 1 else None
+        seats = [seat for seat in self.seats if seat.replica == self.mine.replica]
+        return Accord(self.mine, seats, groups[self.mine.replica]) if len(seats) > 1 else None
 
     @property
     def stages(self) -> int:

@@ -47,7 +47,7 @@ class StagedGate(AgreedGate):
         bank = self.bank
         held = bank.out_pages + bank.stock_pages
         holdable = max(0, held + bank.arriving_pages + bank.pool.obtainable() - bank.pool.missing(0))  # missing: above the limit
-        return Offer(min(held, holdable), holdable, bank.most_slots // bank.page_slots, -self._wished_pages)
+        return Offer(min(held, holdable), holdable, bank.most_slots // bank.page_slots, *self._wishes())
 
     def make_offer(self, ahead_pages: int, coming_pages: int) -> Offer:
         """`ahead_pages`: what decodes until the offer holds takes at the most; `coming_pages`: what prefills want. The same on all
@@ -62,7 +62,7 @@ class StagedGate(AgreedGate):
         offer = self.offer()
         offer = offer._replace(ready=min(offer.ready, asked))
         self._offers.append(offer.ready)
-        self._wished_pages = 0  # the offer has it
+        self._forget_wishes()  # the offer has them
         return offer
 
     def _promised(self) -> int:
@@ -83,12 +83,11 @@ class StagedGate(AgreedGate):
             self._void -= 1
             agreed = agreed._replace(ready=0)
         self._agreed = agreed
-        if agreed.spared < 0:
-            self._drop(-agreed.spared * self.bank.page_slots, Eviction.PRESSURE)
+        self._grant(agreed)
 
     def start_with(self, agreed: Offer) -> None:
         """What the ranks have agreed on when the engine was complete; nothing has been promised."""
-        self._agreed = agreed._replace(ready=0, spared=0)
+        self._agreed = agreed._replace(ready=0)
 
     def _cleared(self) -> None:
         """All ranks clear their pools in the same step, and with them all promises are void."""

@@ -31,12 +31,9 @@ _ARGUMENTS: Final[tuple[tuple[str, object, str], ...]] = (
     ("enable_linear_replayssm", False, "the rings of a replayed state are not in the pool of states"),
     ("enable_linear_replayssm_spec", False, "the rings of a replayed state are not in the pool of states"),
     ("nnodes", 1, "the ranks of an engine must be on one machine"),
-    ("enable_dp_attention", False, "data parallel attention has several schedulers in one group of ranks"),
-    ("attn_dp_size", 1, "data parallel attention has several schedulers in one group of ranks"),
     ("attn_cp_size", 1, "context parallel ranks hold different parts of a request"),
     ("dcp_size", 1, "context parallel ranks hold different parts of a request"),
     ("elastic_ep_backend", None, "ranks that come and go cannot agree on memory"),
-    ("dp_size", 1, "data parallel schedulers share a name"),
 )
 
 
@@ -62,7 +59,25 @@ def require_features(server_args: Any) -> None:
     for name, allowed, reason in _ARGUMENTS:
         value = getattr(server_args, name, allowed)
         if value != allowed and value is not None:
-            raise EngineNotSupported(f"{name}={value} cannot be elastic in this release: {reason}{_OFF}")
+            raise _not_elastic(f"{name}={value}", reason)
+    if getattr(server_args, "dp_size", 1) > 1 and not _counts_attention(server_args):
+        raise _not_elastic(f"dp_size={server_args.dp_size}", "data parallel schedulers share a name")
+    if attention_replicas(server_args) > 1 and getattr(server_args, "pp_size", 1) > 1:
+        raise _not_elastic(f"pp_size={server_args.pp_size} with data parallel attention", "it was not tried")
+
+
+def _not_elastic(asked: str, reason: str) -> EngineNotSupported:
+    return EngineNotSupported(f"{asked} cannot be elastic in this release: {reason}{_OFF}")
+
+
+def _counts_attention(server_args: Any) -> bool:
+    """Whether `dp_size` is the number of replicas of attention: in what older releases were asked, and newer ones still take."""
+    return bool(getattr(server_args, "enable_dp_attention", False)) and getattr(server_args, "attn_dp_size", 1) == 1
+
+
+def attention_replicas(server_args: Any) -> int:
+    """Among how many groups of ranks, each with a scheduler and a KV cache of its own, the requests are divided within one engine."""
+    return int(server_args.dp_size if _counts_attention(server_args) else getattr(server_args, "attn_dp_size", 1))
 
 
 def require_settings(settings: Settings) -> None:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class TreePool(Pool):
-    """Made by `adopt`. `reclaim` evicts about so many blocks from the tree, with the lock held, and returns how many it gave.
+    """Made by `adopt`. `reclaim` evicts about so many blocks from the tree, with the lock held, and returns how many it gave; why is told.
     `kept_blocks` says how many the tree keeps for nobody but later requests. `answers_later`: `reclaim` only notes the wish."""
 
-    reclaim: Callable[[int], int]
+    reclaim: Callable[[int, Eviction], int]
     kept_blocks: Callable[[], int]
     answers_later = False
 
@@ -34,7 +34,7 @@ class TreePool(Pool):
         """
         pool.__class__ = cls
         tree_pool: TreePool = pool  # type: ignore[assignment]  # its class was changed in the line above
-        tree_pool.reclaim = lambda blocks: 0
+        tree_pool.reclaim = lambda blocks, why: 0
         tree_pool.kept_blocks = lambda: 0
         tree_pool.lock = tree_pool._work._lock = lock
         return tree_pool
@@ -58,7 +58,7 @@ class TreePool(Pool):
                 if not self.kept_blocks():
                     return
                 asked = 2 * asked or self._least_blocks(missing)
-                reclaimed = self.reclaim(min(asked, missing * self.geometry.max_blocks_per_page))
+                reclaimed = self.reclaim(min(asked, missing * self.geometry.max_blocks_per_page), why)
                 self.tally.evicted_blocks[why] += reclaimed
                 if not reclaimed:
                     return

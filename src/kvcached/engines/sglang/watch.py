@@ -48,7 +48,7 @@ class SchedulerWatch:
         with self.lock:
             gates.watch_tree(scheduler.tree_cache)
         memory.streams.scheduler = scheduler
-        self._agreement = _agreement_of(memory.accord, self.gates, scheduler)
+        self._agreement = _agreement_of(memory.deciders, self.gates, scheduler)
 
     @contextlib.contextmanager
     def unlocked(self) -> Iterator[None]:
@@ -96,10 +96,11 @@ class SchedulerWatch:
             bank.marker = self._begun
 
     def spare(self, batch: Any, aborted: Sequence[Any]) -> list[Any]:
-        """Of the requests that SGLang ends because they outgrow what there is alone: those that are not alone, since others run in other
-        batches of a pipeline. They have given their memory back, as requests do that are put back."""
+        """Of the requests that SGLang ends because they outgrow what there is alone: those that are not alone, since a prefill is under
+        way, or others run in other batches of a pipeline. They have given their memory back, as requests do that are put back."""
         others = [other for other in getattr(self._scheduler, "running_mbs", ()) if other is not batch and not other.is_empty()]
-        spared = [req for req in aborted if getattr(req, "beam_group", None) is None] if others else []
+        are_alone = not others and self._scheduler.chunked_req is None
+        spared = [] if are_alone else [req for req in aborted if getattr(req, "beam_group", None) is None]
         for req in spared:
             req.to_finish = None
         return spared
