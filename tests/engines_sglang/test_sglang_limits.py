@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sglang_harness.matrix import LATE, LIMITS, NEWEST, REFUSALS, SQUEEZE_PAGES, SQUEEZED, VERSIONS
+from sglang_harness.matrix import EIGHT_BITS, LATE, LIMITS, NEWEST, REFUSALS, SQUEEZE_PAGES, SQUEEZED, VERSIONS
+from sglang_harness.storage import HEADS, LAYERS, PAGE, SIZE
 
 if TYPE_CHECKING:
     from sglang_harness.cases import Batch
@@ -118,9 +119,17 @@ def test_release_memory_occupation_leaves_the_padding_page_and_resume_needs_noth
 @pytest.mark.parametrize("case", REFUSALS, ids=lambda case: case.name)
 def test_what_cannot_be_elastic_is_refused_by_name(ran: dict[str, Batch], case: Any) -> None:
     error = ran[NEWEST][case.name]["error"]
-    (argument,) = case.arguments
-    assert error.startswith("EngineNotSupported")
-    assert argument in error
+    asked = case.name.removeprefix("refused-").replace(".", "=")
+    assert error.startswith(f"EngineNotSupported: {asked} cannot be elastic")
+
+
+@pytest.mark.parametrize(("dtype", "item_bytes"), [("float8_e4m3fn", 1), ("float8_e5m2", 1), ("float16", 2)])
+def test_a_pool_has_the_geometry_of_the_type_that_it_stores(ran: dict[str, Batch], dtype: str, item_bytes: int) -> None:
+    seen = ran[NEWEST][EIGHT_BITS.name][dtype]
+    slot = LAYERS * 2 * HEADS * SIZE * item_bytes
+    assert (seen["block_bytes"], seen["slot_bytes"], seen["strides"]) == (PAGE * slot, slot, [slot])
+    assert seen["stored"] == ("torch.uint8" if item_bytes == 1 else f"torch.{dtype}")
+    assert seen["same"]
 
 
 def test_the_books_agree_with_a_simple_model(ran: dict[str, Batch]) -> None:

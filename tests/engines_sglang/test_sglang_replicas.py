@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sglang_harness.matrix import NEWEST, OLDER, QWEN_16
-from sglang_harness.replicas import FEW, LIMITED, LOW_PAGES, SHARDED, STATIC, UNEVEN
+from sglang_harness.matrix import NEWEST, QWEN_16
+from sglang_harness.replicas import FEW, LIMITED, LOW_PAGES, OLDER_VERSIONS, SHARDED, STATIC, UNEVEN
 
 if TYPE_CHECKING:
     from sglang_harness.cases import Batch, Case
@@ -18,7 +18,7 @@ PAGE_BLOCKS = 4
 def runs_of(*cases: Case) -> list[Any]:
     """The quick one on the newest release; the others, and the older ones, with --full."""
     newest = [pytest.param(NEWEST, case, id=f"{NEWEST}-{case.name}", marks=() if case is UNEVEN else pytest.mark.full) for case in cases]
-    older = [(version, case) for version in OLDER for case in cases if case in (UNEVEN, LIMITED)]
+    older = [(version, case) for version in OLDER_VERSIONS for case in cases if case in (UNEVEN, LIMITED)]
     return newest + [pytest.param(version, case, id=f"{version}-{case.name}", marks=pytest.mark.full) for version, case in older]
 
 

@@ -61,7 +61,7 @@ def test_what_is_wrapped_has_a_hook_and_nothing_else_has() -> None:
     ],
 )
 def test_usual_arguments_are_taken(arguments: dict[str, object]) -> None:
-    require_features(SimpleNamespace(**arguments))
+    require_features(SimpleNamespace(**arguments), LAST)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_replicas_of_attention_are_counted_as_each_release_asks_for_them(argumen
 )
 def test_mixtures_that_were_not_tried_are_refused(arguments: dict[str, object], named: str) -> None:
     with pytest.raises(EngineNotSupported, match=named):
-        require_features(SimpleNamespace(**arguments))
+        require_features(SimpleNamespace(**arguments), LAST)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,12 @@ def test_mixtures_that_were_not_tried_are_refused(arguments: dict[str, object], 
 )
 def test_what_cannot_be_elastic_is_named(name: str, value: object) -> None:
     with pytest.raises(EngineNotSupported, match=f"{name}={value}"):
-        require_features(SimpleNamespace(**{name: value}))
+        require_features(SimpleNamespace(**{name: value}), LAST)
+
+
+def test_replicas_of_attention_are_refused_on_releases_that_were_not_tried() -> None:
+    with pytest.raises(EngineNotSupported, match=r"0\.5\.21 and newer"):
+        require_features(SimpleNamespace(dp_size=2, enable_dp_attention=True), (0, 5, 20))
 
 
 def test_a_canary_that_would_see_nothing_is_refused(tmp_path: Path) -> None:

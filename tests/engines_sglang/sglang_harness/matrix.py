@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_harness import pipelines, replicas
-from sglang_harness.cases import Batch, Case
+from sglang_harness.cases import MODELS, Batch, Case
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,12 +97,17 @@ CAPPED = Case("capped", "cached", environment={"KVCACHED_MAX_CACHED_TOKENS": "40
 UNCAPPED = Case("uncapped", "cached")
 ASKED = Case("asked", "asked")
 OCCUPATION = Case("occupation", "occupation")
-REFUSED = {
-    "enable_memory_saver": True,
-    "disaggregation_mode": "prefill",
-    "enable_hierarchical_cache": True,
+EAGLE = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 2, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3}
+# Each with what SGLang's own check of the arguments wants to see beside it.
+REFUSED: dict[str, dict[str, Any]] = {
+    "enable_memory_saver=True": {"enable_memory_saver": True},
+    "disaggregation_mode=prefill": {"disaggregation_mode": "prefill"},
+    "enable_hierarchical_cache=True": {"enable_hierarchical_cache": True},
+    "speculative_algorithm=NGRAM": {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4, "page_size": 1},
+    "speculative_algorithm=EAGLE": EAGLE | {"speculative_draft_model_path": str(MODELS / "llama")},
 }
-REFUSALS = tuple(Case(f"refused-{name}", "refused", arguments={name: value}) for name, value in REFUSED.items())
+REFUSALS = tuple(Case(f"refused-{name.replace('=', '.')}", "refused", arguments=asked) for name, asked in REFUSED.items())
+EIGHT_BITS = Case("eight-bits", "storage:eight_bits")
 BOOKS = Case("books", "books")
 LATE = tuple(  # without a tree, where only what ends comes back, and with one, which has to be evicted
     Case(
@@ -128,14 +133,14 @@ def cases_of(version: str, *, full: bool) -> list[Case]:
     if version != NEWEST and PAGES_OF_ONE not in cases:
         cases.append(PAGES_OF_ONE)
     if version == NEWEST:
-        cases += [*(case for case, _ in VARIANTS.values()), *REFUSALS, BOOKS, *LATE, FEW_STATES]
+        cases += [*(case for case, _ in VARIANTS.values()), *REFUSALS, BOOKS, EIGHT_BITS, *LATE, FEW_STATES]
     return cases + ranked_of(version, full=full)
 
 
 def ranked_of(version: str, *, full: bool) -> list[Case]:
     if version == NEWEST:
         return [*pipelines.QUICK, *replicas.QUICK, *((*pipelines.MORE, *replicas.MORE) if full else ())]
-    return [*pipelines.OLDER, *replicas.OLDER] if full else []
+    return [*pipelines.OLDER, *(replicas.OLDER if version in replicas.OLDER_VERSIONS else ())] if full else []
 
 
 def batches(folder_of: Callable[[str], Path], *, full: bool) -> dict[str, Batch]:

@@ -28,4 +28,5 @@ LIMITED = divided("replicas-limited", limits=[[24, LOW_PAGES], [60, 60]], on=1)
 SHARDED = divided("replicas-sharded", {"tp_size": 4})
 QUICK = (UNEVEN,)
 MORE = (STATIC, LIMITED, SHARDED)  # of the newest release with --full
-OLDER = (UNEVEN, LIMITED)  # of each older one with --full
+OLDER = (UNEVEN, LIMITED)  # of an older one with --full
+OLDER_VERSIONS = ("0.5.21",)  # those before it ask for pinned memory, which there is none of without a GPU

@@ -189,7 +189,7 @@ class Adapter:
     def start(self, original: Callable[..., Any], scheduler: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
         settings = load_settings()
         configure_logging(settings)
-        require_features(server_args)
+        require_features(server_args, self._version)
         self._server_args = server_args
         with contextlib.ExitStack() as undo:
             undo.callback(self._close)

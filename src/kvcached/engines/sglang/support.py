@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 _OFF: Final = "; unset ENABLE_KVCACHED to run without elastic memory"
+_FIRST_WITH_REPLICAS: Final = (0, 5, 21)
 # Argument of the server, the value that it may have, and what stands against others. An older release lacks some.
 _ARGUMENTS: Final[tuple[tuple[str, object, str], ...]] = (
     ("disaggregation_mode", "null", "disaggregated prefill and decode register KV memory as a whole"),
@@ -54,7 +55,7 @@ def require_release(version: str) -> Version:
     return release
 
 
-def require_features(server_args: Any) -> None:
+def require_features(server_args: Any, version: Version) -> None:
     """Raises `EngineNotSupported` when the engine was asked for something that cannot be elastic, saying what."""
     for name, allowed, reason in _ARGUMENTS:
         value = getattr(server_args, name, allowed)
@@ -62,6 +63,9 @@ def require_features(server_args: Any) -> None:
             raise _not_elastic(f"{name}={value}", reason)
     if getattr(server_args, "dp_size", 1) > 1 and not _counts_attention(server_args):
         raise _not_elastic(f"dp_size={server_args.dp_size}", "data parallel schedulers share a name")
+    if attention_replicas(server_args) > 1 and version < _FIRST_WITH_REPLICAS:
+        first = ".".join(map(str, _FIRST_WITH_REPLICAS))
+        raise _not_elastic("data parallel attention", f"it was tried with SGLang {first} and newer")
     if attention_replicas(server_args) > 1 and getattr(server_args, "pp_size", 1) > 1:
         raise _not_elastic(f"pp_size={server_args.pp_size} with data parallel attention", "it was not tried")
 
