@@ -11,6 +11,7 @@ from sglang_harness.matrix import NEWEST, OLDER
 from sglang_harness.pipelines import (
     AHEAD,
     ALONE,
+    DRAWN,
     EVEN,
     KILLED,
     LIMITED,
@@ -45,6 +46,15 @@ def runs_of(*cases: Case) -> list[Any]:
 def ranks(ran: dict[str, Batch], version: str, case: Case) -> list[dict[str, Any]]:
     every: list[dict[str, Any]] = ran[version][case.name]["ranks"]
     return every
+
+
+@pytest.mark.parametrize("case", DRAWN, ids=lambda case: case.name)
+def test_stages_with_drawn_work_and_limits_never_wait_in_a_ring_and_decide_alike(ran: dict[str, Batch], case: Case) -> None:
+    seen = ran[NEWEST][case.name]
+    assert seen["alike"]
+    assert seen["quotas"] == [True] * case.also["stages"]
+    assert min(seen["taken"], seen["refused"]) > 50
+    assert seen["left"] == [0] * case.also["stages"]
 
 
 def test_stock_stages_give_the_tokens_of_one(ran: dict[str, Batch]) -> None:
