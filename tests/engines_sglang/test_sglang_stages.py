@@ -77,8 +77,7 @@ def test_stages_own_the_same_at_every_step_and_nothing_after_a_flush(ran: dict[s
     assert max(owned[0]) > 20
     for rank in every:
         held = [pages for _, _, pages, _ in rank["steps"]]
-        assert held[0] == 1
-        assert max(held) >= max(owned[0]) // PAGE_BLOCKS
+        assert max(held) >= max(owned[0]) // PAGE_BLOCKS > 1
         assert (rank["flushed"], rank["held_pages"], rank["leased"], rank["problems"]) == (True, [1], [1], [])
 
 

@@ -242,7 +242,7 @@ class Adapter:
                 batch = getattr(plan, "batch_to_run", plan)
                 if batch is None or batch.forward_mode.is_idle():  # the latter while other replicas of attention work
                     self.watch.end_hopeless()
-                else:
+                if batch is not None:
                     self.watch.begin_step(batch)
             return plan
 

@@ -71,6 +71,9 @@ class StockedBank(PageBank):
     def problems(self) -> list[str]:
         owned = self.pool.ledger.counts().owned_blocks - self.pool.standing_blocks
         counted = (self.out_pages, self.stock_pages, self.arriving_pages)
-        if owned == sum(counted):
-            return []
-        return [f"{counted} pages are counted as handed out, in stock and on their way, the ledger knows {owned} in all"]
+        found = []
+        if owned != sum(counted):
+            found.append(f"{counted} pages are counted as handed out, in stock and on their way, the ledger knows {owned} in all")
+        if len(torch.unique(self._stock)) != self.stock_pages:
+            found.append(f"a page was given back twice, and is in the stock of {self.stock_pages} pages as often")
+        return found
