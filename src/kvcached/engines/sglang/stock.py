@@ -33,7 +33,7 @@ class StockedBank(PageBank):
 
     def refill(self, pages: int) -> None:
         """From the pool. Raises `PoolExhausted`; then nothing was taken."""
-        self._stock = torch.cat((self._stock, super().take(pages)))
+        self._add(super().take(pages))
         self.out_pages -= pages
 
     def surrender(self, pages: int) -> None:
@@ -55,7 +55,11 @@ class StockedBank(PageBank):
 
     def give(self, ids: torch.Tensor) -> None:
         self.out_pages -= ids.numel()
-        self._stock = torch.cat((self._stock, ids))
+        self._add(ids)
+
+    def _add(self, ids: torch.Tensor) -> None:
+        """In order: the lowest are taken first and the highest given up, so that what is in use gathers on few pages."""
+        self._stock = torch.cat((self._stock, ids)).sort().values
 
     def give_pages_of(self, slots: torch.Tensor) -> None:
         self.give(torch.unique(slots // self.page_slots))
