@@ -23,5 +23,6 @@ def test_random_use_keeps_both_views_of_every_block_together(version: str, seed:
     counts = json.loads(done.stdout.splitlines()[-1])
     assert all(counts[name] > 20 for name in ("take", "finish", "hit", "finish_twice", "evict", "limit", "shrink", "reset", "missed"))
     assert counts["hits"] > 200
+    assert counts["found"] > 200  # looks at a cached block that was found before
     assert counts["above"] > 20  # looks at a pool above its limit
     assert counts["emptied"] > 2

@@ -156,17 +156,43 @@ def test_where_others_want_pages_a_hot_prefix_on_pages_with_holes_outlives_cold_
     assert sorted(ledger.cached_overflow(8)) == sorted(hot)
 
 
+def test_the_cap_empties_pages_before_it_thins_those_that_requests_are_on() -> None:
+    ledger = mapped(4, 3, capped=True)
+    ledger.take(12)
+    ledger.give_cached([0, 1, 2], 0, 1)
+    ledger.give_cached([4], 0, 1)
+    ledger.give([(3, 1), (8, 4)], 0)  # a request still owns 5, 6 and 7
+    assert ledger.cached_overflow(3) == [0]
+    assert ledger.cached_overflow(1) == [0, 1, 2]
+    assert ledger.cached_overflow(0) == [0, 1, 2, 4]
+    assert ledger.cached_overflow(3) == [0], "looking changes nothing"
+    ledger.give([(5, 3)], 0)
+    assert ledger.cached_overflow(3) == [4]
+
+
+def test_blocks_whose_loss_costs_more_outlive_the_others_and_take_their_page_with_them() -> None:
+    ledger = mapped(4, 4)
+    ledger.take(16)
+    ledger.give_cached([0], 0, 1, cost=8)
+    ledger.give_cached([4, 5, 6], 0, 2)
+    ledger.give_cached([8, 9, 10, 11], 0, 3)
+    ledger.give([(1, 3), (7, 1), (12, 4)], 0)
+    assert ledger.cached_overflow(5) == [4, 5, 6]
+    assert ledger.cached_overflow(0) == [4, 5, 6, 8, 9, 10, 11, 0]
+
+
 @pytest.mark.parametrize("capped", [True, False])
 def test_a_dense_page_goes_once_enough_has_come_and_gone_since(capped: bool) -> None:
     ledger = mapped(8, 20, capped=capped)
     ledger.give_cached(ids_of(ledger.take(8)), 0, 0)
+    outlived = 0
     for use in range(1, 9):
-        ledger.give_cached(ids_of(ledger.take(5)), 0, use)
-        ledger.take(3)  # another request owns the rest of the page
+        ledger.give_cached(ids_of(ledger.take(5)), 0, use)  # on a page of its own, or what is free of an older one
         ledger.evict(ledger.cached_overflow(20))
-        if use == 3:
-            assert ledger.is_cached(0), "thin pages of its time go first"
-    assert not ledger.is_cached(0)
+        if not ledger.is_cached(0):
+            break
+        outlived = use
+    assert 3 <= outlived < 8, "thin pages of its time go first, and it goes too"
     check(ledger)
 
 

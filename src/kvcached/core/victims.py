@@ -10,6 +10,9 @@ left. Order by cost alone would keep the first dense pages for ever.
 
 For pages that others want density counts less, `PRESSED_DENSE_LIFE`: much has to go at once, and a hot prefix that was found again on
 pages with holes would go before cold ones that fill theirs.
+
+A cap drops blocks while requests run, which frees no page that such a request is on too: what its other blocks will be when it ends,
+most often cached as well, decides how dense the page is then. So its owned blocks count there, `OWNED_LIFE` turnovers for a full page.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 COMPACT_AT_LEAST: Final = 1024
 DENSE_LIFE: Final = 1.0
 PRESSED_DENSE_LIFE: Final = 0.25
+OWNED_LIFE: Final = 3.0
 
 CachedBlock = tuple[int, float, int, int, float]
 """(last use, cost, sequence, block, turnover when it came): sorts as blocks of a page go, coldest first, then cheapest, then first come."""
@@ -147,15 +151,26 @@ class CacheIndex:
         self._rescale()
         chosen: list[int] = []
         seen: list[PageWorth] = []
-        while len(chosen) < blocks and self._page_heap:
+        shared: list[PageWorth] = []  # pages with owned blocks, by what they are worth with them
+        while len(chosen) < blocks and (self._page_heap or shared):
+            if shared and not (self._page_heap and self._page_heap[0] < shared[0]):
+                chosen += self._on_page(heappop(shared)[2])[: blocks - len(chosen)]
+                continue
             entry = heappop(self._page_heap)
             page = entry[2]
-            if self.worths.get(page) is entry:
-                seen.append(entry)
+            if self.worths.get(page) is not entry:
+                continue
+            seen.append(entry)
+            if self._capped and self._table.owned[page]:
+                heappush(shared, (entry[0] + self._owned_worth(page), *entry[1:]))
+            else:
                 chosen += self._on_page(page)[: blocks - len(chosen)]
         for entry in seen:
             heappush(self._page_heap, entry)
         return self._must_go(chosen)
+
+    def _owned_worth(self, page: int) -> float:
+        return OWNED_LIFE * self._scale / self._table.page_limit * self._table.owned[page].bit_count()
 
     def _must_go(self, chosen: list[int]) -> list[int]:
         self._turnover += sum(self.blocks[block][1] for block in chosen)

@@ -102,9 +102,9 @@ class WatchedPool(Pool):
             super().give_sets(pieces, marker)
             self._given(self._ids_of_sets(pieces))
 
-    def give_cached(self, ids: Sequence[int], marker: int, last_use: int) -> None:
+    def give_cached(self, ids: Sequence[int], marker: int, last_use: int, cost: float = 1) -> None:
         with self.lock:
-            super().give_cached(ids, marker, last_use)
+            super().give_cached(ids, marker, last_use, cost)
             self._tell(lambda: self._watcher.note(self._watch.rested(ids)))
 
     def touch(self, ids: Sequence[int]) -> None:

@@ -180,10 +180,10 @@ class Pool:
         with self.lock:
             self._ledger.give_sets(pieces, marker)
 
-    def give_cached(self, ids: Sequence[int], marker: int, last_use: int) -> None:
-        """Owned blocks become cached: their contents stay until they are evicted."""
+    def give_cached(self, ids: Sequence[int], marker: int, last_use: int, cost: float = 1) -> None:
+        """Owned blocks become cached: their contents stay until they are evicted. `cost`: what the loss of one of them costs."""
         with self.lock:
-            self._ledger.give_cached(ids, marker, last_use)
+            self._ledger.give_cached(ids, marker, last_use, cost)
             overflow = self._ledger.cached_overflow(self.options.max_cached_blocks) if self._is_capped else ()
             if overflow:
                 self._evict(overflow, Eviction.CAP)

@@ -17,7 +17,7 @@ from typing import Any
 
 import kvcached
 from kvcached.core.blocks import BlockState
-from kvcached.engines.vllm.block_pool import ElasticBlockPool
+from kvcached.engines.vllm.block_pool import MOST_COST, ElasticBlockPool
 from kvcached.engines.vllm.steps import Steps
 from kvcached.errors import PoolExhausted
 from kvcached.testing.consistency import must_be_consistent
@@ -134,6 +134,10 @@ class Model:
                 queued = block.prev_free_block is not None
                 assert (number in held or block.is_null) == (state is BlockState.OWNED) == (not queued), (number, state, queued)
                 assert (queued and block.block_hash is not None) == (state is BlockState.CACHED), (number, state, block.block_hash)
+            assert all(self.blocks.blocks[number].block_hash is not None for number in self.blocks.kvcached_finds), "a find of no contents"
+            for number, record in self.pool.ledger._cache.blocks.items():
+                assert record[1] == min(MOST_COST, 1 + self.blocks.kvcached_finds.get(number, 0)), (number, record)
+                self.done["found"] += record[1] > 1
             free = sum(self.pool.ledger.state_of(number) is BlockState.FREE for number in range(BLOCKS))
             counts = self.pool.ledger.counts()  # the pool's own settle what the keeper has mapped meanwhile: after `free` was counted
             above_pages = counts.held_pages - counts.mapping_pages - counts.unmapping_pages - counts.limit_pages

@@ -7,7 +7,7 @@ or cached for the pool, every other one is owned.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.v1.core.block_pool import BlockPool
 
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
     from kvcached.engines.vllm.steps import Steps
     from kvcached.runtime.pool import Pool
+
+
+MOST_COST: Final = 4
+"""A cached block that was found again so often, less one, or oftener, is worth as much as so many that never were."""
 
 
 def ranges_of(ids: Collection[int]) -> list[tuple[int, int]]:
@@ -40,6 +44,8 @@ class ElasticBlockPool(BlockPool):
     kvcached_pool: Pool
     kvcached_steps: Steps
     kvcached_counts_logically: bool
+    kvcached_finds: dict[int, int]
+    """How often the contents of a block were found by a later request, while it was owned too: 0 is left out."""
 
     @classmethod
     def adopt(cls, block_pool: Any, pool: Pool, steps: Steps) -> ElasticBlockPool:
@@ -49,6 +55,7 @@ class ElasticBlockPool(BlockPool):
         elastic.kvcached_pool = pool
         elastic.kvcached_steps = steps
         elastic.kvcached_counts_logically = False
+        elastic.kvcached_finds = {}
         null = elastic.null_block.block_id
         pool.take_ids([null])
         pool.pin_page_of(null)
@@ -84,25 +91,42 @@ class ElasticBlockPool(BlockPool):
         if free:
             self.kvcached_pool.give(ranges_of(free), marker)
         if cached:
-            self.kvcached_pool.give_cached(list(cached), marker, self.kvcached_steps.next_use())
+            last_use = self.kvcached_steps.next_use()
+            for cost, ids in self._by_cost(list(cached)):
+                self.kvcached_pool.give_cached(ids, marker, last_use, cost)
+
+    def _by_cost(self, ids: list[int]) -> list[tuple[int, list[int]]]:
+        """What the loss of a block costs and the blocks of that cost, in their order; the cheapest first."""
+        finds = self.kvcached_finds
+        if finds.keys().isdisjoint(ids):
+            return [(1, ids)]
+        groups: dict[int, list[int]] = {}
+        for block in ids:
+            groups.setdefault(min(MOST_COST, 1 + finds.get(block, 0)), []).append(block)
+        return sorted(groups.items())
 
     def touch(self, blocks: Sequence[Any], *args: Any, **kwargs: Any) -> None:
         cached = [block.block_id for block in blocks if block.ref_cnt == 0 and not block.is_null]
         if cached:
             self.kvcached_pool.touch(cached)
+        finds = self.kvcached_finds
+        for block in blocks:
+            finds[block.block_id] = finds.get(block.block_id, 0) + 1
         super().touch(blocks, *args, **kwargs)
 
     def _maybe_evict_cached_block(self, block: Any) -> bool:
         evicted: bool = super()._maybe_evict_cached_block(block)
+        self.kvcached_finds.pop(block.block_id, None)
         if evicted and block.ref_cnt == 0 and not block.is_null:
             self.kvcached_pool.evict([block.block_id])
         return evicted
 
     def _forget(self, ids: Sequence[int]) -> None:
         """The pool has chosen victims: their hashes go, so that nobody finds them any more."""
-        forget, blocks = super()._maybe_evict_cached_block, self.blocks
+        forget, blocks, finds = super()._maybe_evict_cached_block, self.blocks, self.kvcached_finds
         for block in ids:
             forget(blocks[block])
+            finds.pop(block, None)
 
     def reset_prefix_cache(self) -> bool:
         self.kvcached_counts_logically = True
@@ -111,6 +135,7 @@ class ElasticBlockPool(BlockPool):
         finally:
             self.kvcached_counts_logically = False
         if done:
+            self.kvcached_finds.clear()
             ledger = self.kvcached_pool.ledger
             self.kvcached_pool.evict(ledger.victims_for_blocks(ledger.cached_blocks))
         return done
