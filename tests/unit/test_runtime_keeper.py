@@ -238,6 +238,31 @@ def test_giving_the_last_blocks_back_is_no_work():
     assert world.port.mapped == 0
 
 
+def test_what_was_counted_before_the_rest_is_no_work_after_it():
+    world = World(min_reserved_pages=4, max_reserved_pages=8, idle_trim_s=10.0)
+    ranges = world.pool.take(4)
+    world.ticks(3)
+    count, counted, rested = world.pool.counts, threading.Event(), threading.Event()
+
+    def counts():
+        seen = count()
+        counted.set()
+        rested.wait(0.3)  # in vain where the rest waits for the look
+        return seen
+
+    world.pool.counts = counts
+    looking = threading.Thread(target=world.keeper.tick)
+    looking.start()
+    counted.wait()
+    world.pool.counts = count
+    world.pool.give(ranges)
+    world.keeper.rest()
+    rested.set()
+    looking.join()
+    world.ticks(3)
+    assert world.port.mapped == 0
+
+
 def test_pages_that_retire_late_leave_no_handles_behind():
     world = World(min_reserved_pages=0, max_reserved_pages=0, idle_trim_s=1.0)
     world.pool.give(world.pool.take(8), 5)  # step 5 may still read them

@@ -238,6 +238,22 @@ def test_a_slow_answer_is_a_miss_now_and_settled_later(port):
     must_be_consistent(pool)
 
 
+def test_an_answer_at_the_last_moment_is_told_only_when_it_is_in_the_ledger(port):
+    class Late(Future):
+        looks = 0
+
+        def done(self):
+            self.looks += 1
+            if self.looks == 3:
+                self.set_result(Outcome(Verdict.DONE))
+            return super().done()
+
+    pool = make(port)
+    port.next_outcome = Late()
+    assert pool.grow_reserve(1, deadline_s=0.01) <= (pool.ledger.parked_pages == 1)
+    assert port.calls == [("map", [(0, 1)])]
+
+
 def test_a_slow_answer_does_not_need_the_lock_that_the_engine_holds(port):
     pool = make(port, grow_deadline_s=5)
     port.held_back = []

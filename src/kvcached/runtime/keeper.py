@@ -113,7 +113,8 @@ class Keeper:
     def tick(self) -> None:
         """One look: limit first, then reserve or surplus, then the report."""
         now = self._clock()
-        self._observe(now, self._pool.counts())
+        with self._pool.lock:  # or `rest` comes in between, and what was counted before it looks like work after it
+            self._observe(now, self._pool.counts())
         self.enforce_limit()
         self._keep_reserve(now)
         if now - self._last_report_s >= _REPORT_INTERVAL_S:
@@ -144,7 +145,8 @@ class Keeper:
 
     def rest(self) -> None:
         """Keep no reserve until blocks are taken again."""
-        self._last_busy_s = float("-inf")
+        with self._pool.lock:
+            self._last_busy_s = float("-inf")
 
     def enforce_limit(self) -> None:
         """Give back what is beyond the limit: parked pages first, then cached blocks; owned blocks stay until the engine gives them.

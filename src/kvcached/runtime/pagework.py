@@ -128,9 +128,10 @@ class PageWork:
         if not future.done():
             wait_for([future], max(0.0, deadline - time.monotonic()))
         with self._lock:
+            is_done = future.done()  # before it is settled: what is told is in the ledger
             self.settle()
             self.refuse()
-        return future.result() if future.done() else None
+        return future.result() if is_done else None
 
     def settle(self) -> bool:
         """Write every answer that has come into the ledger. Whether there was one."""
