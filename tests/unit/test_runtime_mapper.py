@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mapper: the lease rises before the first create and falls after the release, whatever the device does in between."""
 
+import threading
 import time
 
 import pytest
@@ -101,6 +102,27 @@ def test_the_lease_is_what_is_held(device):
     assert book.lease_bytes == 2 * PAGE
     mapper.close()
     assert book.closed
+
+
+@pytest.mark.parametrize("meanwhile", ["map", "unmap"])
+def test_lease_and_memory_are_told_of_one_moment(device, monkeypatch, meanwhile):
+    mapper, _book, arena = make(device)
+    mapper.map([(0, 2), (2, 2)], urgent=True)
+    look, changes = arena.stats, {"map": lambda: mapper.map([(8, 3)], urgent=True), "unmap": lambda: mapper.unmap([(0, 2)], 0)}
+    asking = threading.get_ident()
+
+    def stats():
+        seen = look()
+        if threading.get_ident() == asking and changes:  # another thread changes it behind this look
+            change = changes[meanwhile]
+            changes.clear()
+            change()
+        return seen
+
+    monkeypatch.setattr(arena, "stats", stats)
+    status = mapper.status(1.0)
+    assert status.held_bytes == status.lease_bytes == {"map": 7, "unmap": 2}[meanwhile] * PAGE
+    mapper.close()
 
 
 def test_without_a_lease_no_driver_call_is_made(device):

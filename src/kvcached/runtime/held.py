@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcached.mapper")
 _HEARTBEAT_S: Final = 0.25
+_LOOKS: Final = 8
 _HOPELESS: Final = frozenset({Refusal.LIMIT, Refusal.NEVER})
 DONE: Final = Outcome(Verdict.DONE)
 
@@ -166,15 +167,24 @@ class HeldMemory:
                 self._publish()
 
     def status(self) -> MapperStatus:
-        """Raises `Misuse` after `close`."""
-        stats = self.arena.stats()
+        """Raises `Misuse` after `close`. Lease and memory of one moment, unless the lease changes all the time: what is being mapped is not
+        waited for."""
+        stats, lease_bytes = self._look()
         return MapperStatus(
-            lease_bytes=self._entry.lease_bytes,
+            lease_bytes=lease_bytes,
             mapped_bytes=stats.mapped_bytes,
             cached_handle_bytes=stats.cached_bytes,
             quarantined_bytes=stats.quarantined_bytes,
             held_bytes=self.held_bytes(stats),
         )
+
+    def _look(self) -> tuple[ArenaStats, int]:
+        lease_bytes = self._entry.lease_bytes
+        for _ in range(_LOOKS):
+            stats, before_bytes, lease_bytes = self.arena.stats(), lease_bytes, self._entry.lease_bytes
+            if lease_bytes == before_bytes:
+                break
+        return stats, lease_bytes
 
     def _usage(self, stats: ArenaStats) -> Usage:
         report = self._report
