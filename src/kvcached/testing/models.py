@@ -7,6 +7,7 @@ Needs torch, transformers and tokenizers, imported where they are used. As a pro
 from __future__ import annotations
 
 import argparse
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -82,8 +83,11 @@ def ensure_model(kind: str, folder: Path) -> Path:
     try:
         MAKERS[kind](scratch)
         scratch.chmod(0o755)
-        shutil.rmtree(folder, ignore_errors=True)
-        scratch.rename(folder)
+        with (folder.parent / ".making").open("w") as lock:  # of two who make it at the same time the later one leaves it as it is
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "config.json").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                scratch.rename(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
