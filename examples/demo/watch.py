@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def read_sample(run_dir: Path, at_s: float) -> Sample | None:
-    """What each engine of the only card in `run_dir` holds now; None when there is no card yet."""
+    """What each engine of the only card in `run_dir` holds now; None when there is no card yet, or no moment could be made out."""
     cards = Card.list_cards(run_dir)
-    return sample_of(cards[0], at_s) if cards and not cards[0].problem else None
+    return sample_of(cards[0], at_s) if cards and cards[0].consistent else None
 
 
 def sample_of(card: CardSnapshot, at_s: float) -> Sample:

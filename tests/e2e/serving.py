@@ -61,9 +61,11 @@ class CardOfEngines:
         return server
 
     def leases(self) -> dict[str, int]:
-        """Bytes leased now by live pools, by name."""
-        cards = Card.list_cards(self.run_dir) if self.run_dir.exists() else []
-        return {entry.name: entry.record.lease_bytes for card in cards for entry in card.live}
+        """Bytes leased now by live pools, by name, all at one moment."""
+        while True:
+            cards = Card.list_cards(self.run_dir) if self.run_dir.exists() else []
+            if all(card.consistent or card.problem for card in cards):
+                return {entry.name: entry.record.lease_bytes for card in cards for entry in card.live}
 
     def peak_bytes(self, name: str) -> int:
         return max(leases.get(name, 0) for _, leases in self.samples)

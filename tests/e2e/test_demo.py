@@ -14,7 +14,7 @@ from serving import ROOT, missing
 
 from kvcached.testing.kinds import SGLANG, VLLM
 
-SMALL = ("--rounds", "1", "--requests", "8", "--tokens", "64", "--no-live")
+SMALL = ("--rounds", "1", "--requests", "8", "--tokens", "64", "--seconds", "1800", "--no-live")  # however slow the machine
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3_600), pytest.mark.xdist_group("demo")]
 
 

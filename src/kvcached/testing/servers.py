@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 600.0
-STOP_TIMEOUT_S = 40.0
+STOP_TIMEOUT_S = 180.0
 LOG_TAIL_CHARACTERS = 6_000
 
 
@@ -118,10 +118,10 @@ class Server:
         """All processes of the server's session that are not dead already."""
         return processes.of_session(self.process.pid)
 
-    def stop(self) -> bool:
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
         """SIGTERM, as an operator does. False when a process of it did not end in time (all are killed then)."""
         self.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + STOP_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while self.processes() and time.monotonic() < deadline:
             self.process.poll()
             time.sleep(0.1)
