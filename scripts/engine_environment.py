@@ -67,7 +67,7 @@ def uv() -> Path:
 def uv_settings() -> dict[str, str]:
     """What pip is set to on this machine, as variables for uv, which does not read pip's settings. Those that are set stay."""
     listed = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True, check=True).stdout
-    found = {"UV_CACHE_DIR": str(UV_FOLDER / "cache")}
+    found = {"UV_CACHE_DIR": str(UV_FOLDER / "cache"), "UV_HTTP_TIMEOUT": os.environ.get("UV_HTTP_TIMEOUT", "300")}  # its own is 30 s
     for line in listed.splitlines():
         name, _, value = line.partition("=")
         known = UV_NAMES.get(name.rpartition(".")[2])

@@ -52,11 +52,9 @@ def test_preemption_under_a_tight_limit_changes_no_token(name: str, stock: Batch
 
 def test_memory_rises_and_falls_on_both_ranks_alike(elastic: Batch) -> None:
     result = elastic["tensor"]
-    assert result["settled"]
     assert result["peak"][0] == result["peak"][1] > 8 * MIB
-    assert result["after"][0] == result["after"][1] <= result["peak"][0]
-    assert result["emptied"]
-    assert [rank["lease"] for rank in result["empty"].values()] == [result["empty_counts"]["step_bytes"]] * 2  # the null block's page
+    assert 0 < result["after"][0] == result["after"][1] <= result["peak"][0]
+    assert [rank["lease"] for rank in result["empty"].values()] == [result["step_bytes"]] * 2  # the null block's page
 
 
 def test_a_stage_holds_memory_as_it_has_layers(elastic: Batch) -> None:
@@ -64,11 +62,7 @@ def test_a_stage_holds_memory_as_it_has_layers(elastic: Batch) -> None:
     result = elastic["pipeline"]
     for stage in ("peak", "after", "tight_peak"):
         assert result[stage][0] == 3 * result[stage][1] > 0, stage
-    assert result["emptied"]
-    assert [rank["lease"] for rank in result["empty"].values()] == [
-        result["empty_counts"]["step_bytes"],
-        result["empty_counts"]["step_bytes"] // 3,
-    ]
+    assert [rank["lease"] for rank in result["empty"].values()] == [result["step_bytes"], result["step_bytes"] // 3]
 
 
 def test_the_card_with_less_memory_sets_what_every_rank_holds(stock: Batch, elastic: Batch) -> None:

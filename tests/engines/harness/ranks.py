@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from harness.cases import load_prompts
 from kvcached.card.card import Card
+from kvcached.errors import PeerTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from harness.scenarios import Engine
+    from kvcached.core.report import PoolCounts
 
-WAIT_S = 20.0
-SHOWN_S = 1.0  # a rank shows what it has mapped a few times a second, at moments of its own
+WAIT_S = 120.0
+ANSWER_S = 10.0
 PROC = Path("/proc")
 STOCK_WORKER = "harness.ranks_worker.ProfiledWorker"
 NEIGHBOUR = """
@@ -49,10 +51,6 @@ def by_rank() -> dict[int, dict[str, int]]:
     }
 
 
-def leases() -> list[int]:
-    return [entry["lease"] for entry in by_rank().values()]
-
-
 def wait_for(condition: Callable[[], Any]) -> bool:
     """Whether it came to hold in time."""
     deadline = time.monotonic() + WAIT_S
@@ -63,11 +61,27 @@ def wait_for(condition: Callable[[], Any]) -> bool:
     return True
 
 
+def at_rest(engine: Engine, condition: Callable[[PoolCounts], bool] = lambda counts: True) -> dict[int, dict[str, int]]:
+    """Each rank's entry as soon as the condition holds, nothing is empty or on its way in or out, and all ranks show what they lease, which
+    each does in its own time. Empty where that did not come to be."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        counts = engine.memory.pool.counts()
+        entries = by_rank()
+        rests = counts.parked_pages == counts.mapping_pages == counts.unmapping_pages == 0 and condition(counts)
+        if rests and all(entry["lease"] == entry["mapped"] for entry in entries.values()):
+            return entries
+        time.sleep(0.02)
+    return {}
+
+
 class PeakByRank:
     """The most bytes that each rank mapped while the block runs. A lease may be higher for a moment: what one rank gets and another
-    does not is given back."""
+    does not is given back. All ranks are asked at the same time: what they show by themselves they show at moments of their own, and a
+    page may come and go between two of these."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
+        self._group = None if engine.memory is None else engine.memory._group
         self._peaks: dict[int, int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -77,18 +91,18 @@ class PeakByRank:
         return self
 
     def __exit__(self, *_: object) -> None:
-        time.sleep(SHOWN_S)
         self._stop.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stop.wait(0.02):
-            for rank, entry in by_rank().items():
-                self._peaks[rank] = max(self._peaks.get(rank, 0), entry["mapped"])
+        while self._group is not None and not self._stop.wait(0.02):
+            with contextlib.suppress(PeerTimeout):
+                for rank, status in enumerate(self._group.status_by_rank(ANSWER_S)):
+                    self._peaks[rank] = max(self._peaks.get(rank, 0), status.mapped_bytes)
 
     @property
     def bytes(self) -> list[int]:
-        return [lease for _, lease in sorted(self._peaks.items())]
+        return [mapped for _, mapped in sorted(self._peaks.items())]
 
 
 @contextlib.contextmanager
@@ -119,43 +133,38 @@ def device_files(pid: int | str = "self") -> list[str]:
 def served(engine: Engine) -> dict[str, Any]:
     """All prompts; then all of them again under a limit so low that requests are preempted. Each rank's memory at every stage."""
     prompts = load_prompts()[: engine.case.prompts]
-    with PeakByRank() as peak:
+    with PeakByRank(engine) as peak:
         tokens = engine.tokens(prompts)
     result: dict[str, Any] = {"tokens": tokens, "hits": engine.metric("vllm:prefix_cache_hits")}
     if engine.memory is None:
         return result
-    settled = wait_for(lambda: engine.memory.pool.counts().parked_pages == 0 and not handles())
-    look = {"settled": settled, "peak": peak.bytes, "after": leases(), "counts": engine.look(), "line": engine.memory.describe()}
-    engine.memory.operations.limit(engine.case.limit_bytes)
+    after = [entry["lease"] for entry in at_rest(engine).values()]
+    look = {"peak": peak.bytes, "after": after, "line": engine.memory.describe()}
+    engine.limit(engine.case.limit_bytes)
     engine.wait_for(lambda look: look["held_pages"] * look["step_bytes"] <= engine.case.limit_bytes)
-    with PeakByRank() as peak:
+    with PeakByRank(engine) as peak:
         tight = engine.tokens(prompts)
     look |= {"tight_peak": peak.bytes, "preemptions": engine.metric("vllm:num_preemptions"), "tight_tokens": tight}
     look["counted"] = engine.memory.pool.tally.preemptions
-    engine.memory.operations.limit(1 << 60)
+    engine.limit(1 << 60)
     engine.llm.reset_prefix_cache()
     engine.tokens(["?"], max_tokens=1)  # in this process nobody processes the last step in flight until there is a next request
     engine.llm.reset_prefix_cache()
-    emptied = wait_for(lambda: engine.memory.pool.counts().held_pages == 1 and not handles())
+    empty = at_rest(engine, lambda counts: counts.held_pages == 1)
     look |= {
-        "emptied": emptied,
-        "empty": by_rank(),
-        "empty_counts": engine.look(),
+        "empty": empty,
+        "step_bytes": engine.memory.pool.geometry.release_step_bytes,
         "device_files": device_files(),
         "pids": [entry["pid"] for entry in by_rank().values()],
     }
     return result | look | {"worker_files": [len(device_files(pid)) for pid in look["pids"]]}
 
 
-def handles() -> int:
-    return sum(entry["handles"] for entry in by_rank().values())
-
-
 def served_until_a_worker_dies(engine: Engine) -> dict[str, Any]:
     """Then again with less memory on the second card than on the first; then a worker is killed in mid-work."""
     result = served(engine)
     prompts = load_prompts()[: engine.case.prompts]
-    with neighbour_on_the_second_card(engine.case.neighbour_bytes), PeakByRank() as peak:
+    with neighbour_on_the_second_card(engine.case.neighbour_bytes), PeakByRank(engine) as peak:
         result |= {"uneven_tokens": engine.tokens(prompts), "uneven_peak": peak.bytes}
     result["uneven_preemptions"] = engine.metric("vllm:num_preemptions") - result["preemptions"]
     return result | kill_worker(engine, prompts)

@@ -55,11 +55,18 @@ def serve(model: str) -> dict[str, Any]:
     llm = LLM(model=model, disable_log_stats=True, tensor_parallel_size=2, distributed_executor_backend="ray", **BASE_OPTIONS)
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
     answers = llm.generate(load_prompts()[:PROMPTS], sampling, use_tqdm=False)
-    ranks = by_rank()
+    found: list[int] = []
+
+    def agree() -> bool:
+        """Each rank shows what it has mapped at moments of its own."""
+        found[:] = [rank["mapped"] for rank in by_rank().values()]
+        return len(set(found)) == 1
+
+    wait_for(agree)
     seen = {
         "executor": type(llm.llm_engine.engine_core.engine_core.model_executor).__name__,
         "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
-        "mapped": [rank["mapped"] for rank in ranks.values()],
+        "mapped": found,
         "device_files": device_files(),
     }
     llm.llm_engine.engine_core.shutdown()

@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.cases import load_prompts
 from kvcached.core.canary import GUARD_BYTES
-from kvcached.errors import InvariantBroken
+from kvcached.errors import InvariantBroken, PeerTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from harness.cases import Case
 
-WAIT_S = 15.0
+WAIT_S = 120.0
+PATIENCE_S = 10.0
 
 
 class Engine:
@@ -29,6 +31,8 @@ class Engine:
         core = getattr(llm.llm_engine.engine_core, "engine_core", None)  # None: in a process of its own
         self.scheduler = None if core is None else core.scheduler
         self.memory = getattr(self.scheduler, "kvcached", None)
+        if self.memory is not None:  # or a request is put back where a busy machine took a moment to map its pages
+            self.memory.pool.options = replace(self.memory.pool.options, grow_deadline_s=PATIENCE_S)
 
     def generate(self, prompts: list[Any], max_tokens: int | None = None) -> list[Any]:
         from vllm import SamplingParams
@@ -56,6 +60,18 @@ class Engine:
             "step_bytes": step,
             "shared_bytes": shared_bytes(),
         }
+
+    def limit(self, limit_bytes: int) -> None:
+        """Set it, asking again where a rank is too busy to hear of it at once."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            try:
+                self.memory.operations.limit(limit_bytes)
+            except PeerTimeout:
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                return
 
     @property
     def worker_memory(self) -> Any:
@@ -234,11 +250,11 @@ def idle_limit(engine: Engine) -> dict[str, Any]:
     step = full["step_bytes"]
     low = 3 * step
     begin = time.monotonic()
-    engine.memory.operations.limit(low)
-    lowered = engine.wait_for(lambda look: look["held_pages"] * step <= low)
+    engine.limit(low)
+    lowered = engine.wait_for(lambda look: look["held_pages"] * step <= low and look["lease_bytes"] <= low)
     took_s = time.monotonic() - begin
     under_limit = engine.tokens(prompts[:8])
-    engine.memory.operations.limit(1 << 60)
+    engine.limit(1 << 60)
     raised = engine.look()
     again = engine.tokens(prompts)
     return {
@@ -263,7 +279,7 @@ def reset(engine: Engine) -> dict[str, Any]:
     emptied = engine.look()
     again = engine.tokens(prompts)
     engine.llm.sleep(level=1)
-    asleep = engine.wait_for(lambda look: look["held_pages"] <= 1)
+    asleep = engine.wait_for(lambda look: is_settled(look, 0) and look["held_pages"] <= 1)
     engine.llm.wake_up()
     awake = engine.tokens(prompts)
     return {"first": first, "again": again, "awake": awake, "done": done, "filled": filled, "emptied": emptied, "asleep": asleep}
