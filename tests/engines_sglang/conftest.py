@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/engines_sglang/" in str(item.path):
             item.add_marker(pytest.mark.engine)
-            item.add_marker(pytest.mark.timeout(3_600))  # a release's first test runs all of its cases
+            item.add_marker(pytest.mark.timeout(14_400))  # a release's first test runs all of its cases
             item.add_marker(pytest.mark.xdist_group(group_of(item)))
             if not PYTHON.exists():
                 item.add_marker(pytest.mark.skip(reason="no SGLang environment; make sglang sets it up"))

@@ -38,7 +38,7 @@ def ranked(name: str, *, elastic: bool = True, environment: dict[str, str] | Non
         arguments=HOPEFUL,
         environment=BIND | (environment or {}),
         also=PROMPTS | also | {"part": part},
-        timeout_s=300,
+        timeout_s=1_200,
     )
 
 

@@ -20,7 +20,7 @@ RELEASES = ROOT / ".cache" / "engines"
 RAY = ROOT / ".cache" / "ray"  # put on the path by whom it is for: vLLM looks whether it is there
 MODELS = ROOT / ".cache" / "models"
 UNWANTED = ("KVCACHED_", "ENABLE_KVCACHED", "VLLM_", "PYTHONDONTWRITEBYTECODE")  # a start without compiled files takes twice as long
-TIMEOUT_S = 1_800
+TIMEOUT_S = 6_600
 
 
 def versions() -> list[str]:

@@ -51,7 +51,7 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     also: dict[str, Any] = field(default_factory=dict)
-    timeout_s: float = 600.0
+    timeout_s: float = 1_800.0
 
     def static(self, name: str | None = None) -> Case:
         """The same with the stock engine, to compare with."""
