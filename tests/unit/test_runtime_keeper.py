@@ -204,7 +204,7 @@ def test_what_a_tree_gives_up_for_others_is_counted_once():
     tree = TreePool.adopt(world.pool, threading.RLock())
     kept = tree.take(8)
 
-    def reclaim(blocks):
+    def reclaim(blocks, why):
         tree.give(kept)
         gone = sum(count for _, count in kept)
         kept.clear()
@@ -226,6 +226,60 @@ def test_a_pool_at_rest_keeps_no_reserve_until_blocks_are_taken():
     world.pool.take(4)
     world.ticks(3)
     assert world.pool.counts().parked_pages >= 4
+
+
+def test_a_wish_to_rest_counts_for_a_look_that_has_decided_to_map():
+    world = World(min_reserved_pages=4, max_reserved_pages=8, idle_trim_s=10.0)
+    world.pool.give(world.pool.take(4))
+    grow = world.pool.grow_reserve
+
+    def rest_and_grow(pages, **how):
+        world.keeper.rest()
+        world.pool.shrink(64)
+        return grow(pages, **how)
+
+    world.pool.grow_reserve = rest_and_grow
+    world.ticks()
+    assert world.port.mapped == 0
+
+
+def test_what_a_look_is_mapping_is_there_for_who_wished_to_rest():
+    world = World(min_reserved_pages=4, max_reserved_pages=8, idle_trim_s=10.0)
+    inside, go_on = threading.Event(), threading.Event()
+    map_now, world.pool.await_maps = world.port.map, let_go_first(world.pool.await_maps, go_on)
+
+    def late_map(runs, *, urgent):
+        inside.set()
+        assert go_on.wait(60)
+        return map_now(runs, urgent=urgent)
+
+    world.port.map = late_map
+    looking = threading.Thread(target=world.ticks)
+    looking.start()
+    assert inside.wait(60)
+    world.keeper.rest()
+    assert world.pool.shrink(64) == 4 * PAGE
+    looking.join(60)
+    assert world.port.mapped == 0
+
+
+def let_go_first(await_maps, go_on):
+    """However busy the machine is, it waits until the map has ended."""
+
+    def wait(deadline):
+        go_on.set()
+        await_maps(deadline + 60)
+
+    return wait
+
+
+def test_what_was_taken_before_the_wish_to_rest_is_no_work_after_it():
+    world = World(min_reserved_pages=4, max_reserved_pages=8, idle_trim_s=10.0)
+    ids = [block for first, count in world.pool.take(4) for block in range(first, first + count)]
+    world.pool.give_cached(ids, -1, last_use=1)
+    world.keeper.rest()
+    world.ticks(3)
+    assert world.port.mapped == 1
 
 
 def test_giving_the_last_blocks_back_is_no_work():
@@ -300,7 +354,7 @@ def test_a_full_card_is_not_asked_at_every_tick():
     world.port.room_pages = 1
     asked = []
     grow = world.pool.grow_reserve
-    world.pool.grow_reserve = lambda pages: asked.append(pages) or grow(pages)
+    world.pool.grow_reserve = lambda pages, **how: asked.append(pages) or grow(pages, **how)
     world.ticks(20)
     assert len(asked) == 4  # 20 ticks of 50 ms, one question each 250 ms
 

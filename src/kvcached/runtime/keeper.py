@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvcached.keeper")
 _REPORT_INTERVAL_S: Final = 0.2
 _ENFORCE_TIMEOUT_S: Final = 1.0
+_REST_TIMEOUT_S: Final = 0.25  # whoever waits may hold the pool's lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Keeper:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            idle = self._clock() - self._last_busy_s > self._options.idle_trim_s
+            idle = self._is_idle(self._clock())
             self._wake.wait(self._options.idle_tick_s if idle else self._options.tick_s)
             self._wake.clear()
             if self._stopping.is_set():
@@ -113,7 +114,7 @@ class Keeper:
     def tick(self) -> None:
         """One look: limit first, then reserve or surplus, then the report."""
         now = self._clock()
-        with self._pool.lock:  # or `rest` comes in between, and what was counted before it looks like work after it
+        with self._pool.lock:  # what is counted is of one moment: before a wish to rest, or after it
             self._observe(now, self._pool.counts())
         self.enforce_limit()
         self._keep_reserve(now)
@@ -144,9 +145,12 @@ class Keeper:
             self._last_presses, self._last_wish_s = self._pool.tally.presses, now
 
     def rest(self) -> None:
-        """Keep no reserve until blocks are taken again."""
+        """Keep no reserve until blocks are taken again. A look that is under way maps nothing more, and what it is mapping is there when
+        this returns, for whoever gives it back."""
         with self._pool.lock:
+            self._last_used_pages = self._pool.counts().used_pages
             self._last_busy_s = float("-inf")
+            self._pool.await_maps(time.monotonic() + _REST_TIMEOUT_S)
 
     def enforce_limit(self) -> None:
         """Give back what is beyond the limit: parked pages first, then cached blocks; owned blocks stay until the engine gives them.
@@ -172,13 +176,13 @@ class Keeper:
         self._pool.trim_handles()
 
     def _keep_reserve(self, now: float) -> None:
-        idle = now - self._last_busy_s > self._options.idle_trim_s
+        idle = self._is_idle(now)
         low, high = (0, 0) if idle else self._reserve.marks()
         parked = self._pool.counts().parked_pages
         waits = now - self._last_wish_s <= self._options.wish_s
         surplus = self._lasting_surplus(now, 0 if waits else parked - high, 0.0 if idle else self._options.surplus_s)
         if parked < low and now >= self._grow_backoff_until_s:
-            if not self._pool.grow_reserve(high - parked):
+            if not self._pool.grow_reserve(high - parked, is_wanted=lambda: not self._is_idle(now)):
                 self._grow_backoff_until_s = now + self._options.idle_tick_s
         elif surplus > 0:
             self._pool.shrink(surplus, keep_parked=high)
@@ -188,6 +192,9 @@ class Keeper:
         if idle and not self._handles_trimmed:
             self._pool.trim_handles()
         self._handles_trimmed = idle
+
+    def _is_idle(self, now: float) -> bool:
+        return now - self._last_busy_s > self._options.idle_trim_s
 
     def _lasting_surplus(self, now: float, pages: int, window_s: float) -> int:
         """The least surplus of a window that ends now, 0 while none does."""

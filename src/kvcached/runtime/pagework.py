@@ -54,11 +54,14 @@ class PageWork:
         self._books = threading.Lock()
         self.failed = Misuse(FORKED)
 
-    def map(self, pages: int, *, urgent: bool, deadline: float) -> Outcome | None:
-        """Map up to `pages` more pages, as the limit allows. The outcome; None when the limit allows none or no answer came in time."""
+    def map(self, pages: int, *, urgent: bool, deadline: float, is_wanted: Callable[[], bool] | None = None) -> Outcome | None:
+        """Map up to `pages` more pages, as the limit allows. The outcome; None when the limit allows none or no answer came in time, or
+        when they are not wanted any more: `is_wanted` is asked with the lock held."""
         with self._lock:
             self.refuse()
             self.settle()
+            if is_wanted is not None and not is_wanted():
+                return None
             if urgent:
                 self._make_room(pages, deadline)
             plan = self._ledger.plan_grow(pages, max_run_pages=self._run_pages(pages))

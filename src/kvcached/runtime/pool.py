@@ -79,6 +79,7 @@ class Pool:
         self._work = PageWork(
             self._ledger, port, self.lock, large_run_pages=self.options.large_run_pages, stranded_fraction=self.options.stranded_fraction
         )
+        self.await_maps = self._work.await_maps
         self._late_limits: list[tuple[Limits, Future[Outcome]]] = []
         self._last_refusal = ""
         self._refused_until_s = 0.0
@@ -262,9 +263,9 @@ class Pool:
         self.tally.taken_bytes += given_bytes
         return given_bytes > 0
 
-    def grow_reserve(self, pages: int, deadline_s: float = 1.0) -> bool:
-        """Map up to `pages` pages ahead of need. Whether some were mapped within the deadline."""
-        outcome = self._work.map(pages, urgent=False, deadline=time.monotonic() + deadline_s)
+    def grow_reserve(self, pages: int, deadline_s: float = 1.0, *, is_wanted: Callable[[], bool] | None = None) -> bool:
+        """Map up to `pages` pages ahead of need, if they are wanted still. Whether some were mapped within the deadline."""
+        outcome = self._work.map(pages, urgent=False, deadline=time.monotonic() + deadline_s, is_wanted=is_wanted)
         return outcome is not None and outcome.verdict is Verdict.DONE
 
     def pages_over(self, size_bytes: int) -> int:
