@@ -88,7 +88,7 @@ def descriptors(pid: int) -> int:
 
 
 def is_idle(pid: int) -> bool:
-    """Its event loop watches its line, besides what every event loop has: it opens nothing more by itself."""
+    """Its event loop watches its line, besides what every event loop has: it opens nothing more by itself, and its owner knows of it."""
     try:
         return any(path.read_text().count("tfd:") >= 2 for path in Path(f"/proc/{pid}/fdinfo").iterdir())
     except OSError:  # closed meanwhile

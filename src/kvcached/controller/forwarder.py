@@ -225,8 +225,8 @@ class Desk:
 
 async def carry_all(end: socket.socket) -> None:
     line = Line(end)
+    line.say({"pid": os.getpid()})  # before it listens: who sees it wait knows that its owner has been told
     asyncio.get_running_loop().add_reader(end, Desk(line).read)
-    line.say({"pid": os.getpid()})
     await line.lost.wait()
 
 
