@@ -22,6 +22,7 @@ from deletion import delete_at_once
 
 from kvcached.card import Card, CardIdentity, Entry, EntrySpec, Kind
 from kvcached.errors import KVCachedError
+from kvcached.testing.stopping import stop_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -85,7 +86,7 @@ class Worker:
         self.connection.close()
 
     def stop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        stop_process(self.pid)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

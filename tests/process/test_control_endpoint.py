@@ -28,6 +28,7 @@ from kvcached.errors import HandshakeMismatch, Misuse, PeerLost, PeerRefused, Pe
 from kvcached.log_lines import JsonLine
 from kvcached.runtime.control import ControlClient, ControlServer, PoolStatus, endpoint_path, prepare_run_dir
 from kvcached.runtime.control_messages import MAX_MESSAGE_BYTES
+from kvcached.testing.stopping import stop_process
 from kvcached.units import MIB
 
 if TYPE_CHECKING:
@@ -255,7 +256,7 @@ class TestClient:
 
     def test_a_stopped_process_is_a_timeout_not_a_hang(self, start: Callable[[], Served], path: Path) -> None:
         process = start()
-        process.signal(signal.SIGSTOP)
+        stop_process(process.pid)
         with pytest.raises(PeerTimeout):
             ControlClient(path, 0.3).status()
         process.signal(signal.SIGCONT)
@@ -285,7 +286,7 @@ class TestLife:
         first = start()
         with pytest.raises(SettingError, match="another KVCACHED_IPC_NAME"):
             ControlServer(path, SmallPool("a")).start()
-        first.signal(signal.SIGSTOP)
+        stop_process(first.pid)
         with pytest.raises(SettingError, match="another KVCACHED_IPC_NAME"):
             ControlServer(path, SmallPool("a")).start()
         first.signal(signal.SIGCONT)

@@ -28,6 +28,7 @@ from kvcached.cli.kvctl import app as kvctl
 from kvcached.cli.main import app as kvcached
 from kvcached.cli.session import Session
 from kvcached.errors import SettingError
+from kvcached.testing.stopping import stop_process
 from kvcached.units import MIB
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def test_a_dead_pool_is_unreachable_until_it_is_deleted(chat: PoolProcess, contr
 
 def test_a_pool_that_is_silent_holds_up_nobody_else(run_dir: Path, chat: PoolProcess, control: Control) -> None:
     code = PoolProcess(run_dir, "code")
-    os.kill(chat.pid, signal.SIGSTOP)
+    stop_process(chat.pid)
     try:
         waiting = control.sent("POST", "/v1/pools/chat/trim")
         assert control.post("code", "trim")[0] == 200
@@ -156,7 +157,7 @@ def test_a_pool_that_is_silent_holds_up_nobody_else(run_dir: Path, chat: PoolPro
 
 def test_a_pool_that_is_stopped_does_not_answer_in_time(run_dir: Path, chat: PoolProcess, start: Callable[..., Control]) -> None:
     control = start("--listen", f"unix:{run_dir.with_name('control.sock')}", "--timeout", "0.3")
-    os.kill(chat.pid, signal.SIGSTOP)
+    stop_process(chat.pid)
     status, answer = control.post("chat", "trim")
     assert (status, answer["error"]["type"], answer["error"]["exit_code"]) == (504, "PeerTimeout", 4)
     assert control.call("GET", "/v1/cards")[0] == 200

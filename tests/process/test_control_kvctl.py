@@ -21,6 +21,7 @@ import kvcached
 from kvcached.card import Card
 from kvcached.cli.kvctl import app
 from kvcached.runtime.control import ControlClient, endpoint_path
+from kvcached.testing.stopping import stop_process
 from kvcached.units import MIB
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ class TestWhatGoesWrong:
 
     def test_a_pool_that_does_not_answer(self, machine: Machine) -> None:
         machine.start("chat")
-        machine.processes["chat"].signal(signal.SIGSTOP)
+        stop_process(machine.processes["chat"].pid)
         assert machine.kvctl("trim", "chat", timeout="0.3").exit_code == 4
         assert machine.kvctl("list").exit_code == 0
         machine.processes["chat"].signal(signal.SIGCONT)
@@ -296,6 +297,6 @@ class TestDelete:
 
     def test_force_gives_up_on_a_process_that_does_not_end(self, machine: Machine) -> None:
         machine.start("chat")
-        machine.processes["chat"].signal(signal.SIGSTOP)
+        stop_process(machine.processes["chat"].pid)
         result = machine.kvctl("delete", "chat", "--force", timeout="0.3")
         assert (result.exit_code, "still alive" in result.stderr) == (4, True)

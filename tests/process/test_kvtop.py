@@ -36,6 +36,7 @@ from kvcached.cli.top.sampler import Sampler
 from kvcached.cli.top.screens import QuestionScreen
 from kvcached.cli.top.widgets import Table
 from kvcached.runtime.control import ControlClient, endpoint_path
+from kvcached.testing.stopping import stop_process
 from kvcached.units import MIB
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ class TestPools:
 
         async def act(screen: Screen) -> None:
             await screen.choose("chat")
-            chat.signal(signal.SIGSTOP)
+            stop_process(chat.pid)
             next(machine.run_dir.glob("*.card")).unlink()
             await screen.until_text("no pools on this machine")
             shutil.rmtree(machine.run_dir)
@@ -251,7 +252,7 @@ class TestPools:
 
         async def act(screen: Screen) -> None:
             await screen.choose("chat")
-            chat.signal(signal.SIGSTOP)
+            stop_process(chat.pid)
             await screen.until(lambda: screen.row("chat")[-1:] == ["silent"])
             assert screen.row("code")[-1] == "ok"
             await screen.ask_for("t", "")
@@ -355,7 +356,7 @@ class TestOnce:
         chat.take(12)
         eventually(lambda: machine.record("chat").owned_bytes == 12 * MIB)
         code.kill()  # not before: a lease may clear up after the dead
-        chat.signal(signal.SIGSTOP)
+        stop_process(chat.pid)
         plain = machine.piped()
         assert (plain.returncode, plain.stderr) == (0, "")
         lines = plain.stdout.splitlines()
@@ -444,7 +445,7 @@ class TestTerminal:
 
     def test_leaving_does_not_wait_for_a_pool_that_does_not_answer(self, machine: Machine) -> None:
         chat = machine.start("chat")
-        chat.signal(signal.SIGSTOP)
+        stop_process(chat.pid)
         with contextlib.closing(Terminal(machine, "--timeout", "3600")) as terminal:
             terminal.until("model-of-chat")
             terminal.type("t")

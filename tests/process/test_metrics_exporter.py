@@ -18,6 +18,7 @@ from real_pool import PoolProcess, eventually
 from kvcached.cli.metrics.exporter import Exporter
 from kvcached.cli.metrics.inquiry import Inquiry
 from kvcached.runtime.control import ControlClient, endpoint_path
+from kvcached.testing.stopping import stop_process
 from kvcached.units import MIB
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class TestWhoDoesNotAnswer:
             pool.take(6)
         eventually(lambda: scrape(run_dir)["pool_owned_bytes"] == 18 * MIB)
         mail.kill()  # not before: a lease may clear up after the dead
-        os.kill(code.pid, signal.SIGSTOP)
+        stop_process(code.pid)
         text = scrape(run_dir, 1.0)
         for name, up, answers in (("chat", 1, 1), ("code", 1, 0), ("mail", 0, 0)):
             assert text[f"pool_up{{pool={name}}}"] == up, name
@@ -147,7 +148,7 @@ class TestWhoDoesNotAnswer:
         assert text["card_leased_bytes"] == 0
 
     def test_the_silent_are_not_waited_for_by_the_others(self, run_dir: Path, chat: PoolProcess, code: PoolProcess) -> None:
-        os.kill(chat.pid, signal.SIGSTOP)
+        stop_process(chat.pid)
         inquiry = Inquiry(5.0)
         silent = {f"chat-{number}": endpoint_path(run_dir, "chat") for number in range(100)}
         others = {"gone": run_dir / "nobody.sock", "code": endpoint_path(run_dir, "code")}
@@ -159,7 +160,7 @@ class TestWhoDoesNotAnswer:
     def test_the_silent_do_not_add_up(self, run_dir: Path, chat: PoolProcess, monkeypatch: pytest.MonkeyPatch) -> None:
         """So many that one after another they would take longer than this test may, also where there are more than threads."""
         monkeypatch.setattr("kvcached.cli.metrics.inquiry._AT_ONCE", 1)
-        os.kill(chat.pid, signal.SIGSTOP)
+        stop_process(chat.pid)
         inquiry = Inquiry(1.0)
         assert inquiry.ask({f"chat-{number}": endpoint_path(run_dir, "chat") for number in range(100)}) == {}
         inquiry.close()

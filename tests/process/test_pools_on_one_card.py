@@ -16,6 +16,7 @@ from deletion import delete_at_once
 from kvcached.card.card import Card
 from kvcached.card.locks import LEDGER_BYTE
 from kvcached.runtime.control import ControlClient
+from kvcached.testing.stopping import stop_process
 
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -88,7 +89,7 @@ class World:
         stopped = False
         with self.snapshot().path.open("rb+") as file:
             while not stopped:
-                os.kill(process.pid, signal.SIGSTOP)
+                stop_process(process.pid)
                 try:
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, LEDGER_BYTE)
                     stopped = True

@@ -14,6 +14,7 @@ from kvcached.card.record import EntrySpec, Kind
 from kvcached.runtime.cards import OpenCard
 from kvcached.testing.rank_kills import KillRounds
 from kvcached.testing.rank_processes import Nursery, Place
+from kvcached.testing.stopping import stop_process
 
 PAGE = 65536
 SETTLED_S = 2.1  # a new card file grants only what is unused until then
@@ -66,7 +67,7 @@ def test_kill_9_of_the_owner_alone_frees_nothing_while_its_mappers_are_held(plac
     owner = nursery.owner("held", 2)
     assert owner.ask("map", 60) == "DONE"
     for mapper in mappers:
-        mapper.signal(signal.SIGSTOP)
+        stop_process(mapper.pid)
     owner.kill()
     others = [card.record.register(EntrySpec(Kind.KV, "other", "other", limit_bytes=100 * PAGE)) for card in cards]
     for _ in range(10):

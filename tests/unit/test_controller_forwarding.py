@@ -24,6 +24,7 @@ from kvcached.controller.forwarding import Forwarder
 from kvcached.controller.reply import Reply
 from kvcached.controller.states import State
 from kvcached.controller.tap import Passage, Tap
+from kvcached.testing.stopping import stop_process
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -404,7 +405,7 @@ def test_streams_that_are_asked_back_at_once_all_come() -> None:
     async def scene() -> None:
         forwarder = Forwarder()
         async with running(forwarder) as pid, many_lent(forwarder) as lent:
-            os.kill(pid, signal.SIGSTOP)
+            stop_process(pid)
             for ticket in lent.tickets:
                 forwarder.ask_back(ticket)
             os.kill(pid, signal.SIGCONT)
