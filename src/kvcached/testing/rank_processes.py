@@ -22,6 +22,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kvcached import processes
 from kvcached.config import Settings, load_settings, override
 from kvcached.core.geometry import BlockGeometry
 from kvcached.errors import KVCachedError
@@ -266,12 +267,15 @@ class Child:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """And wait until the kernel has closed what it had open."""
+        """And wait until the kernel has closed all that it had open, which it does one after another: this connection is not the last."""
+        start = processes.start_of(self.pid)
         self.signal(signal.SIGKILL)
-        with contextlib.suppress(EOFError, ConnectionResetError, OSError):
-            while self._connection.poll(_ANSWER_TIMEOUT_S):
-                self._connection.recv()
         self._connection.close()
+        end_s = time.monotonic() + _ANSWER_TIMEOUT_S
+        while processes.is_there(self.pid) and processes.start_of(self.pid) == start:
+            if time.monotonic() > end_s:
+                raise AssertionError(f"process {self.pid} was killed {_ANSWER_TIMEOUT_S:g} s ago, and is still there")
+            time.sleep(_RETRY_S)
 
 
 class Nursery:
