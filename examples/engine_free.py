@@ -22,8 +22,9 @@ BLOCKS = 4096
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvcached-") as scratch:
         # `host:0` is a device made of host memory; `cuda:0` works the same. The card gets a run directory of its own here, so
-        # that the example meets no other pool; without one, all of a user's processes share the card.
-        card = kvcached.open_card("host:0", run_dir=str(Path(scratch) / "run"), budget="128MiB")
+        # that the example meets no other pool; without one, all of a user's processes share the card. Pages that are kept ready ahead
+        # of need, which engines like, would be among the sizes below.
+        card = kvcached.open_card("host:0", run_dir=str(Path(scratch) / "run"), budget="128MiB", prealloc_enabled=False)
         with card, card.open_pool("example", block_bytes=BLOCK_BYTES, blocks=BLOCKS) as pool:
             run(pool)
 

@@ -174,7 +174,7 @@ class TestOtherCommands:
 
     def test_explain_names_the_pages_of_a_real_pool(self, machine: Machine) -> None:
         with (
-            kvcached.open_card("host:0", run_dir=str(machine.run_dir), budget="64MiB") as card,
+            kvcached.open_card("host:0", run_dir=str(machine.run_dir), budget="64MiB", prealloc_enabled=False) as card,
             card.open_pool("real", block_bytes=65_536, blocks=512) as pool,
         ):
             (taken,) = pool.take(100)

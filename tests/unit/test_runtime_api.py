@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def card(tmp_path: Path) -> Iterator[kvcached.ElasticCard]:
-    options = {"host_capacity_bytes": 64 * MIB, "host_granularity_bytes": 65536, "budget": "32MiB"}
+    """Without a reserve: for two seconds a new card grants what is neither leased nor in use, and a reserve is both."""
+    options = {"host_capacity_bytes": 64 * MIB, "host_granularity_bytes": 65536, "budget": "32MiB", "prealloc_enabled": False}
     with kvcached.open_card("host:0", run_dir=str(tmp_path / "run"), host_dir=str(tmp_path / "host"), **options) as card:
         yield card
 
