@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 IDENTITY = CardIdentity("GPU-8c1f", "a card", 1000)
 BUDGET = 100
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 CLONE_NEWPID = 0x20000000
 
 CONTEXT = multiprocessing.get_context("forkserver")
