@@ -7,6 +7,7 @@ import contextlib
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcached import processes
-from kvcached.controller.ports import free_port, free_ports
+from kvcached.controller.ports import free_port
 from kvcached.testing.servers import Server
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def running(program: str) -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True) as process:
         try:
             assert process.stdout is not None
-            process.stdout.readline()
+            process.said = process.stdout.readline()  # type: ignore[attr-defined]
             yield process
         finally:
             process.kill()
@@ -80,12 +81,13 @@ def test_a_process_is_there_until_its_last_thread_has_ended() -> None:
 
 
 def test_who_listens_on_a_port() -> None:
-    port, other = free_ports(2)
-    program = f"import socket, time; s = socket.create_server(('127.0.0.1', {port})); print(flush=True); time.sleep(600)"
+    program = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); time.sleep(600)"
     with running(program) as process, running("import time; print(flush=True); time.sleep(600)") as bystander:
+        port = int(process.said)  # type: ignore[attr-defined]
         assert processes.listens_in(process.pid, port)
-        assert not processes.listens_in(process.pid, other)
         assert not processes.listens_in(bystander.pid, port)
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            assert not processes.listens_in(process.pid, other.getsockname()[1])
     assert not processes.listens_in(process.pid, port)
 
 
