@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -189,11 +190,12 @@ class TestNonsense:
 
     def test_a_slow_client_gets_a_timeout_and_does_not_hold_up_others(self, tmp_path: Path, path: Path) -> None:
         with (
-            ControlServer(path, SmallPool("a"), io_timeout_s=0.3, max_connections=2),
+            ControlServer(path, SmallPool("a"), io_timeout_s=1.0, max_connections=2),
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as slow,
         ):
             slow.connect(str(path))
-            slow.sendall(b"\x00\x00")
+            with contextlib.suppress(BrokenPipeError):  # on a busy machine it has its answer already
+                slow.sendall(b"\x00\x00")
             assert ControlClient(path, 10).ping().instance == "a"
             assert failure(read_answer(slow)) == ("PeerTimeout", "no complete message within the deadline")
 
@@ -207,13 +209,13 @@ class TestNonsense:
                 connection.close()
 
     def test_a_client_that_leaves_at_once_leaves_no_thread_behind(self, path: Path) -> None:
-        before = threading.active_count()
+        before = set(threading.enumerate())
         with ControlServer(path, SmallPool("a"), max_connections=2):
             for _ in range(20):
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                     connection.connect(str(path))
             assert ControlClient(path, 10).ping().instance == "a"
-        assert threading.active_count() == before
+        assert set(threading.enumerate()) <= before
 
 
 class TestClient:
@@ -351,14 +353,14 @@ class TestLife:
         assert not path.exists()
 
     def test_stop_wakes_an_endpoint_whose_places_are_all_taken(self, path: Path) -> None:
-        before = threading.active_count()
+        before = set(threading.enumerate())
         server = ControlServer(path, SmallPool("a"), io_timeout_s=0.2, max_connections=1)
         server.start()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as slow, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waiting:
             slow.connect(str(path))
             waiting.connect(str(path))
             assert server.stop() is True
-        assert threading.active_count() == before
+        assert set(threading.enumerate()) <= before
 
     def test_stop_ends_the_accepting_thread_while_a_request_still_has_the_only_place(self, path: Path) -> None:
         pool = SlowPool("a")
@@ -370,7 +372,7 @@ class TestLife:
             assert server.stop(timeout_s=0.1) is False
             accepting = [thread for thread in threading.enumerate() if thread.name == "kvcached-control"]
             for thread in accepting:
-                thread.join(5)
+                thread.join(60)
             still_there = [thread for thread in accepting if thread.is_alive()]
             pool.release.set()
             assert running.result(20).instance == "a"

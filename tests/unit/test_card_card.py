@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import socket
@@ -485,6 +486,7 @@ def test_files_that_nobody_uses_are_closed_and_locked_ones_are_not(run_dir: Path
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
+    gc.collect()  # what earlier tests have left is not closed in between
     entry = open_card(run_dir, clock).register(spec())
     before = descriptors()
     for _ in range(20):

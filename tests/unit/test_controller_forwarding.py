@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -224,7 +225,7 @@ def test_it_is_activity_and_an_action_in_a_hurry_ends_it_with_an_event(processes
             async with it.client.post(it.url + "/action/sleep/chat?wait_s=0.05"):
                 assert it.state() is State.DRAINING
                 assert it.owner.traffic["chat"].idle_s(it.owner.now_s) == 0
-            async with it.client.post(it.url + "/action/sleep/chat?mode=abort&wait_s=30") as slept:
+            async with it.client.post(it.url + "/action/sleep/chat?mode=abort&wait_s=50") as slept:
                 assert slept.status == 200
             assert b"model_put_to_sleep" in await response.read()
             assert it.state() is State.ASLEEP
@@ -430,6 +431,7 @@ def files_left(count: int) -> Iterator[None]:
 @pytest.mark.parametrize("count", [0, 2])  # none for its socket, or none for what starts it
 def test_a_process_that_cannot_be_started_is_tried_again(count: int, caplog: pytest.LogCaptureFixture) -> None:
     async def scene() -> None:
+        gc.collect()  # what earlier tests have left is not closed in between
         forwarder = Forwarder()
         task = asyncio.get_running_loop().create_task(forwarder.run())
         before = len(os.listdir("/proc/self/fd"))
