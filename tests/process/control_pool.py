@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 CAPACITY_BYTES = 64 * MIB
 BUDGET_BYTES = 100 * MIB
+_WAIT_S = 60.0
 
 
 class SmallPool:
@@ -54,7 +55,7 @@ class SmallPool:
 
     def attach(self, entry: Entry) -> None:
         """Lease what is held and keep the card's record true from now on."""
-        assert entry.lease(self._held_bytes(), owned=True).granted
+        assert entry.lease(self._held_bytes(), owned=True, deadline_s=_WAIT_S).granted  # others start beside it
         self._entry = entry
         self._publish()
 
@@ -196,7 +197,7 @@ class Served:
         return self._process.pid
 
     def wait_ready(self) -> None:
-        assert self._connection.poll(30)
+        assert self._connection.poll(_WAIT_S)
         assert self._connection.recv() == "ready"
 
     def signal(self, number: int) -> None:
@@ -204,7 +205,7 @@ class Served:
 
     def wait(self) -> int:
         """The exit code, negative for a signal."""
-        self._process.join(20)
+        self._process.join(_WAIT_S)
         assert self._process.exitcode is not None
         return self._process.exitcode
 
@@ -224,7 +225,7 @@ def _serve(run_dir: Path, instance: str, connection: Connection) -> None:
     pool = SmallPool(instance)
     identity = CardIdentity("TEST-0", "a card for tests", BUDGET_BYTES)
     with (
-        ControlServer(path, pool, io_timeout_s=1.0),
+        ControlServer(path, pool, io_timeout_s=_WAIT_S),
         Card.open(run_dir, identity, budget_bytes=BUDGET_BYTES, settle_s=0) as card,
         contextlib.suppress(EOFError),
     ):

@@ -245,7 +245,7 @@ def test_who_sends_a_byte_now_and_then_is_cut_off(run_dir: Path, monkeypatch: py
         def is_over() -> bool:
             try:
                 return client.send(b"x") == 0
-            except BrokenPipeError:
+            except (BrokenPipeError, ConnectionResetError):
                 return True
 
         eventually(is_over)

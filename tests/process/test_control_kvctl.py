@@ -230,7 +230,7 @@ class TestOtherCommands:
             assert process.stderr is not None
             assert "chat" in process.stdout.readline()
             process.send_signal(signal.SIGINT)
-            assert (process.wait(20), process.stderr.read()) == (0, "")
+            assert (process.wait(60), process.stderr.read()) == (0, "")
 
 
 class TestWhatGoesWrong:

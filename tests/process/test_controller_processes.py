@@ -185,7 +185,7 @@ def test_asleep_by_its_ttl_and_awake_by_a_request(tmp_path: Path) -> None:
 def test_a_wake_up_without_memory_is_tried_again_and_leaves_it_asleep_meanwhile(tmp_path: Path) -> None:
     with running(tmp_path) as it:
         pid = it.engine_pid()
-        assert it.call("/action/sleep/chat?wait_s=10")[0] == 200
+        assert it.call("/action/sleep/chat?wait_s=60")[0] == 200
         (tmp_path / "trouble").touch()
         assert it.engine_pid() == pid
         assert it.calls()[2:] == ["/sleep?level=1&mode=wait", "/wake_up", "/sleep?level=1&mode=wait", "/wake_up", "/v1/completions"]
@@ -195,7 +195,7 @@ def test_a_wake_up_without_memory_is_tried_again_and_leaves_it_asleep_meanwhile(
 def test_sleep_that_ends_the_server(tmp_path: Path, sleep: str) -> None:
     with running(tmp_path, sleep=sleep) as it:
         pid = it.engine_pid()
-        assert it.call("/action/sleep/chat?wait_s=20")[0] == 200
+        assert it.call("/action/sleep/chat?wait_s=60")[0] == 200
         assert not processes.is_there(pid)
         assert it.engine_pid() != pid
 

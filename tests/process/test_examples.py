@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 def run(name: str) -> list[str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("KVCACHED_")}
     program = [sys.executable, "-W", "error", str(EXAMPLES / name)]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     return [line.strip() for line in done.stdout.splitlines()]

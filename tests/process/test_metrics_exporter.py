@@ -128,7 +128,7 @@ class TestWhoDoesNotAnswer:
         eventually(lambda: scrape(run_dir)["pool_owned_bytes"] == 18 * MIB)
         mail.kill()  # not before: a lease may clear up after the dead
         stop_process(code.pid)
-        text = scrape(run_dir, 1.0)
+        text = scrape(run_dir, 5.0)
         for name, up, answers in (("chat", 1, 1), ("code", 1, 0), ("mail", 0, 0)):
             assert text[f"pool_up{{pool={name}}}"] == up, name
             assert text[f"pool_answers{{pool={name}}}"] == answers, name

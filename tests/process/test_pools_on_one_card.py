@@ -22,6 +22,7 @@ MIB = 1 << 20
 PAGE = 2 * MIB
 CHILD = Path(__file__).with_name("pool_child.py")
 GROUP = 4321
+WAIT_S = 60.0
 SETTLED_S = 2.3  # a new card file grants only what is unused until then
 
 
@@ -119,7 +120,7 @@ def keeps(parked_bytes):
 def take_eventually(process, blocks):
     """A miss is an engine's cue to ask again: on a busy machine a peer may answer too late for one deadline."""
     answer = process.ask("take", blocks)
-    end = time.monotonic() + 20
+    end = time.monotonic() + WAIT_S
     while "error" in answer:
         assert answer["error"] == "PoolExhausted", answer
         assert time.monotonic() < end, answer
@@ -127,8 +128,8 @@ def take_eventually(process, blocks):
     return answer
 
 
-def wait_until(condition, timeout_s=10.0):
-    end = time.monotonic() + timeout_s
+def wait_until(condition):
+    end = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < end, "it did not come true in time"
         time.sleep(0.02)
@@ -137,7 +138,7 @@ def wait_until(condition, timeout_s=10.0):
 def test_a_starving_pool_makes_the_other_give_its_parked_memory(world):
     first, second = world.start("first", **keeps(80 * MIB)), world.start("second")
     time.sleep(SETTLED_S)
-    first.ask("take", 80)
+    take_eventually(first, 80)
     first.ask("give")
     assert first.ask("stats")["parked_bytes"] >= 80 * MIB
     assert take_eventually(second, 80)["owned_bytes"] == 80 * MIB
@@ -147,7 +148,7 @@ def test_a_starving_pool_makes_the_other_give_its_parked_memory(world):
 def test_a_cached_prefix_that_fills_the_card_makes_room_for_a_second_engine(world):
     first = world.start("first")
     time.sleep(SETTLED_S)
-    first.ask("take", 100)
+    take_eventually(first, 100)
     first.ask("cache")
     assert world.snapshot().leased_bytes == 100 * MIB
     second = world.start("second", pool={"floor": 8 * MIB})
@@ -159,7 +160,7 @@ def test_a_cached_prefix_that_fills_the_card_makes_room_for_a_second_engine(worl
 def test_what_is_owned_is_never_taken(world):
     first, second = world.start("first"), world.start("second")
     time.sleep(SETTLED_S)
-    first.ask("take", 90)
+    take_eventually(first, 90)
     answer = second.ask("take", 20)
     assert answer["error"] == "PoolExhausted"
     assert "first" in first.instance
@@ -169,10 +170,10 @@ def test_what_is_owned_is_never_taken(world):
 def test_kill_9_frees_the_lease_for_the_other(world):
     first, second = world.start("first"), world.start("second")
     time.sleep(SETTLED_S)
-    first.ask("take", 90)
+    take_eventually(first, 90)
     assert second.ask("take", 50)["error"] == "PoolExhausted"
     first.kill()
-    wait_until(lambda: "error" not in second.ask("take", 50), 5)
+    wait_until(lambda: "error" not in second.ask("take", 50))
     assert world.snapshot().leased_bytes <= 100 * MIB
     assert {entry.instance for entry in world.snapshot().live} == {second.instance}
 
@@ -180,7 +181,7 @@ def test_kill_9_frees_the_lease_for_the_other(world):
 def test_a_stopped_process_keeps_its_memory_and_blocks_nobody(world):
     first, second = world.start("first", **keeps(60 * MIB)), world.start("second")
     time.sleep(SETTLED_S)
-    first.ask("take", 60)
+    take_eventually(first, 60)
     first.ask("give")
     wait_until(lambda: first.ask("stats")["parked_bytes"] == 60 * MIB)
     world.stop_between_leases(first)
@@ -188,13 +189,13 @@ def test_a_stopped_process_keeps_its_memory_and_blocks_nobody(world):
     assert "error" not in second.ask("take", 20)
     assert world.snapshot().leased_bytes <= 100 * MIB
     os.kill(first.pid, signal.SIGCONT)
-    wait_until(lambda: "error" not in second.ask("take", 60), 10)
+    wait_until(lambda: "error" not in second.ask("take", 60))
 
 
 def test_a_fork_has_no_pool_and_takes_none_away(world):
     first = world.start("first")
     time.sleep(SETTLED_S)
-    first.ask("take", 30)
+    take_eventually(first, 30)
     answer = first.ask("fork_and_use")
     assert answer["child_exit"] == answer["calls"]
     assert answer["lease_bytes"] >= 30 * MIB
@@ -205,14 +206,14 @@ def test_a_fork_has_no_pool_and_takes_none_away(world):
 def test_the_run_directory_deleted_under_live_pools(world):
     first, second = world.start("first"), world.start("second")
     time.sleep(SETTLED_S)
-    first.ask("take", 50)
-    second.ask("take", 40)
+    take_eventually(first, 50)
+    take_eventually(second, 40)
     delete_at_once(world.run_dir)
-    wait_until(lambda: len(Card.list_cards(world.run_dir)) == 1 and len(world.snapshot().live) == 2, 5)
+    wait_until(lambda: len(Card.list_cards(world.run_dir)) == 1 and len(world.snapshot().live) == 2)
     assert world.snapshot().leased_bytes >= 90 * MIB
     assert second.ask("take", 20)["error"] == "PoolExhausted"
     assert world.snapshot().leased_bytes <= 100 * MIB
-    wait_until(lambda: (world.run_dir / "pools" / f"{first.instance}.sock").exists(), 5)
+    wait_until(lambda: (world.run_dir / "pools" / f"{first.instance}.sock").exists())
     assert world.client(first).status().owned_bytes == 50 * MIB
     third = world.start("third")
     assert third.ask("take", 20)["error"] == "PoolExhausted"
@@ -225,7 +226,7 @@ def test_another_pid_namespace_sees_the_same_card(world):
         pytest.skip(f"no right to make a PID namespace here: {probe.stderr.decode()}")
     first = world.start("first")
     time.sleep(SETTLED_S)
-    first.ask("take", 60)
+    take_eventually(first, 60)
     inside = world.start("inside", prefix=("unshare", "-p", "-f", "--mount-proc"))
     assert inside.ask("take", 60)["error"] == "PoolExhausted"
     assert "error" not in inside.ask("take", 30)
@@ -244,21 +245,21 @@ def test_two_pods_press_each_other_as_two_processes_do(world):
         pytest.skip(f"no right to make namespaces here: {probe.stderr.decode()}")
     first, second = world.start("first", prefix=pod), world.start("second", prefix=pod)
     time.sleep(SETTLED_S)
-    first.ask("take", 90)
+    take_eventually(first, 90)
     first.ask("cache")
     assert take_eventually(second, 60)["owned_bytes"] == 60 * MIB, "the first is asked for its cached blocks, over its socket"
     assert world.snapshot().leased_bytes <= 100 * MIB
     answer = world.client(second).limit(20 * MIB)
     assert answer.in_force_bytes == 20 * MIB, "whoever shares the directory can ask"
     second.kill()
-    wait_until(lambda: [entry.name for entry in world.snapshot().live] == ["first"], 60)
+    wait_until(lambda: [entry.name for entry in world.snapshot().live] == ["first"])
     assert take_eventually(first, 95)["owned_bytes"] == 95 * MIB, "what the dead pod held"
 
 
 def test_an_idle_pool_obeys_its_limit_down_and_up_again(world):
     first = world.start("first", max_cached_tokens=-1)
     time.sleep(SETTLED_S)
-    first.ask("take", 90)
+    take_eventually(first, 90)
     first.ask("cache")
     client = world.client(first)
     answer = client.limit(20 * MIB)
@@ -291,7 +292,7 @@ def test_pools_of_two_users_of_one_group_share_a_card(world, tmp_path):
         parent.chmod(parent.stat().st_mode | 0o011)
     first, second = (world.start(name, uid=uid, run_group=GROUP) for name, uid in (("first", 4001), ("second", 4002)))
     time.sleep(SETTLED_S)
-    first.ask("take", 90)
+    take_eventually(first, 90)
     assert second.ask("take", 20)["error"] == "PoolExhausted"
     first.ask("give")
     assert take_eventually(second, 80)["owned_bytes"] == 80 * MIB  # first, of another user, gave its parked pages

@@ -382,7 +382,7 @@ class TestSleep:
         async def scene() -> None:
             async with stage({"sleep": "host"}) as it:
                 await it.post()
-                async with it.client.post(it.url + "/action/sleep/gpt?wait_s=5") as response:
+                async with it.client.post(it.url + "/action/sleep/gpt?wait_s=50") as response:
                     assert (response.status, (await response.json())["state"]) == (200, "asleep")
                 it.upstream.wake_gate.clear()
                 asking = [asyncio.create_task(it.post()) for _ in range(50)]
@@ -407,7 +407,7 @@ class TestSleep:
                     assert (response.status, (await response.json())["state"]) == (202, "draining")
                 await asyncio.sleep(0.05)
                 assert "/sleep?level=1&mode=wait" not in it.upstream.calls
-                async with it.client.post(it.url + "/action/sleep/chat?mode=abort&wait_s=5") as response:
+                async with it.client.post(it.url + "/action/sleep/chat?mode=abort&wait_s=50") as response:
                     assert (response.status, (await response.json())["state"]) == (200, "asleep")
                 status, body, headers = await asking
                 assert (status, error_of(body)["code"], headers["Retry-After"]) == (503, "model_put_to_sleep", "1")
@@ -464,7 +464,7 @@ class TestSleep:
                     ("/action/limit/none?limit=1GiB", 404),
                 ):
                     assert (await it.post(path))[0] == status
-                assert (await it.post("/action/wakeup/chat?wait_s=5"))[0] == 200
+                assert (await it.post("/action/wakeup/chat?wait_s=50"))[0] == 200
 
         play(scene)
 

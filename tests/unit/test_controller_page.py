@@ -154,7 +154,7 @@ class TestWhoMay:
         async def scene() -> None:
             async with stage({"sleep": "host"}) as it:
                 for headers in ({}, {"Sec-Fetch-Site": "same-origin", "Origin": it.url}, {"Origin": it.url}):
-                    assert (await it.post("/action/sleep/chat?wait_s=9", headers=headers))[0] == 200
+                    assert (await it.post("/action/sleep/chat?wait_s=50", headers=headers))[0] == 200
             async with stage(top=dict(self.TOP)) as it:
                 assert (await it.get("/cards", headers={"x-api-key": "all-of-them", "Host": "proxy.test"}))[0] == 200
 

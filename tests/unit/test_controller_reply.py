@@ -69,7 +69,7 @@ class TestKeepAlive:
         async def scene() -> None:
             async with stage({**OFTEN, "sleep": "host"}) as it:
                 await it.post()
-                assert (await it.client.post(it.url + "/action/sleep/chat?wait_s=5")).status == 200
+                assert (await it.client.post(it.url + "/action/sleep/chat?wait_s=50")).status == 200
                 it.upstream.wake_gate.clear()
                 response = await it.client.post(it.url + "/v1/chat/completions", json=STREAM)
                 assert (await response.content.readexactly(len(COMMENT))) == COMMENT
@@ -162,7 +162,7 @@ class TestAnthropic:
                 assert (status, json.loads(said)["error"]["type"]) == (401, "authentication_error")
                 assert (await it.post("/v1/messages", headers={"x-api-key": "right-key"}))[0] == 200
             async with stage({"queue": 0, "concurrency": 1}) as it:
-                assert (await it.client.post(it.url + "/action/wakeup/chat?wait_s=5")).status == 200
+                assert (await it.client.post(it.url + "/action/wakeup/chat?wait_s=50")).status == 200
                 it.upstream.gate.clear()
                 first = it.owner._loop.create_task(it.post("/v1/messages"))
                 await until(lambda: bool(it.owner.fleet.models["chat"].open))

@@ -46,7 +46,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Engine]]:
 
 
 def wait_for_text(engine: Engine, text: str) -> None:
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 60
     while text not in engine.last_line() and time.monotonic() < end_s:
         time.sleep(0.02)
     assert text in engine.last_line()
@@ -55,7 +55,7 @@ def wait_for_text(engine: Engine, text: str) -> None:
 def test_an_engine_that_dies_is_reported_with_its_last_words(start: Callable[[str], Engine]) -> None:
     engine = start("raise SystemExit('ValueError: no room for the weights')")
     with pytest.raises(EngineFailed, match=r"facts ended with code 1(.|\n)*first error(.|\n)*no room(.|\n)*last lines(.|\n)*no room"):
-        wait_ready([engine], 20.0, lambda _: None)
+        wait_ready([engine], 60.0, lambda _: None)
 
 
 def test_the_first_error_is_named_not_its_consequences(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_an_engine_that_never_answers_fails_at_its_deadline(start: Callable[[str
 def test_a_polite_engine_ends_without_a_word(start: Callable[[str], Engine]) -> None:
     engine = start("print('up', flush=True); import time; time.sleep(60)")
     wait_for_text(engine, "up")
-    assert stop_all([engine], grace_s=20.0) == []
+    assert stop_all([engine], grace_s=60.0) == []
     assert engine.gone()
 
 

@@ -130,7 +130,7 @@ def test_what_is_marked_run_runs(fence: Fence, tmp_path: Path) -> None:
     environment["KVCACHED_RUN_DIR"] = str(tmp_path / "run")
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     program = [sys.executable, "-W", "error", "-c", fence.text] if fence.language == "python" else ["bash", "-ec", fence.text]
-    done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip(), "a reader who runs it sees nothing"
 

@@ -18,7 +18,7 @@ from kvcached.vmm.api import Call
 
 DONE = Outcome(Verdict.DONE)
 PAGE = 2 * MIB
-WAIT_S = 20
+WAIT_S = 60
 EXHAUSTED = Outcome(Verdict.EXHAUSTED, 3)
 
 

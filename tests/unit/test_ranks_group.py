@@ -24,7 +24,7 @@ from kvcached.vmm.api import Call
 
 PAGE = 2 * MIB
 PAGES = 32
-WAIT_S = 20
+WAIT_S = 60
 
 
 def geometry(planes=1, pages=PAGES):

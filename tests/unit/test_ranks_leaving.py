@@ -26,7 +26,7 @@ from kvcached.units import MIB
 
 PAGE = 2 * MIB
 GEOMETRY = BlockGeometry(PAGE, PAGE, PAGE, 16, 1, 16)
-WAIT_S = 20
+WAIT_S = 60
 
 
 def eventually(condition):
@@ -165,8 +165,8 @@ def test_memory_is_kept_under_a_step_that_runs(worker, group, caplog):
 
 
 def test_memory_is_kept_under_a_call_of_the_owner_that_runs(worker, group, monkeypatch):
-    monkeypatch.setattr("kvcached.ranks.server._STOP_TIMEOUT_S", 0.1)
-    with worker.rank.memory._held.lock:
+    with worker.rank.memory._held.lock, monkeypatch.context() as patched:
+        patched.setattr("kvcached.ranks.server._STOP_TIMEOUT_S", 0.1)
         group.map([(5, 1)], urgent=True)
         eventually(lambda: worker.rank.server._participant._running)
         assert not worker.leave("the engine ends")

@@ -29,7 +29,7 @@ from kvcached.units import MIB
 
 PAGE = 2 * MIB
 GEOMETRY = BlockGeometry(PAGE, PAGE, PAGE, 16, 1, 16)
-WAIT_S = 20
+WAIT_S = 60
 DONE = Outcome(Verdict.DONE)
 
 
