@@ -6,7 +6,6 @@ In both places `auto` (or, in the environment, an empty value) means the default
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.metadata
 import logging
@@ -40,12 +39,13 @@ from kvcached.setting_types import (
     ZeroBackingName,
     group_id,
 )
+from kvcached.spelling import SWITCH, did_you_mean, like_the_switch
 from kvcached.units import GIB, MIB, format_size
 
 _toml: Final = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 __all__ = [
     "CONFIG_VARIABLE",
@@ -58,9 +58,11 @@ __all__ = [
     "describe_settings",
     "load_settings",
     "loads_plugin",
+    "misspelt_switches",
     "override",
     "package_version",
     "process_environment",
+    "tell_misspelt_switches",
 ]
 
 CONFIG_VARIABLE: Final = "KVCACHED_CONFIG"
@@ -79,7 +81,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, use_attribute_docstrings=True)
 
-    enabled: bool = _setting(False, "ENABLE_KVCACHED", _BOOL)
+    enabled: bool = _setting(False, SWITCH, _BOOL)
     """make the engine's KV cache elastic"""
     autopatch: bool = _setting(True, "KVCACHED_AUTOPATCH", _BOOL)
     """false keeps the engine adapters out, whatever `enabled` says"""
@@ -274,10 +276,21 @@ def elastic_is_asked_for(environ: Mapping[str, str] | None = None) -> bool:
     try:
         settings = load_settings(environ)
     except SettingError:
-        if environ.get("ENABLE_KVCACHED", "").strip().lower() in ("", "0", "false", "no", "off", "auto"):
+        if environ.get(SWITCH, "").strip().lower() in ("", "0", "false", "no", "off", "auto"):
             return False
         raise
     return settings.enabled and settings.autopatch
+
+
+def misspelt_switches(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Variables that look as if they should have been `ENABLE_KVCACHED`, such as `ENABLE_KVCACHE`; they have no effect."""
+    return like_the_switch(os.environ if environ is None else environ)
+
+
+def tell_misspelt_switches() -> None:
+    """Log that an engine which was perhaps meant to be elastic is not. Without a handler of ours it goes to standard error."""
+    for name in misspelt_switches():
+        logging.getLogger("kvcached").warning("%s has no effect: this engine is not elastic; did you mean %s?", name, SWITCH)
 
 
 def override(settings: Settings, changes: Mapping[str, object]) -> Settings:
@@ -335,19 +348,14 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise SettingError(f"the settings file {path} is not TOML: {error}") from None
     for key in values:
         if key not in Settings.model_fields:
-            raise SettingError(f"unknown key {key!r} in {path}{_nearest(key, Settings.model_fields)}; docs/settings.md lists all")
+            raise SettingError(f"unknown key {key!r} in {path}{did_you_mean(key, Settings.model_fields)}; docs/settings.md lists all")
     return values
 
 
 def _unknown_variables(environ: Mapping[str, str], known: list[str]) -> tuple[str, ...]:
-    unknown = sorted(name for name in environ if name.startswith("KVCACHED_") and name not in known)
-    return tuple(f"unknown variable {name} has no effect{_nearest(name, known)}" for name in unknown)
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    bare = {candidate.removeprefix("KVCACHED_"): candidate for candidate in known}
-    close = difflib.get_close_matches(name.removeprefix("KVCACHED_"), list(bare), n=1, cutoff=0.5)
-    return f"; did you mean {bare[close[0]]}?" if close else ""
+    unknown = {name for name in environ if name.startswith("KVCACHED_") and name not in known}
+    named = sorted(unknown.union(misspelt_switches(environ)))
+    return tuple(f"unknown variable {name} has no effect{did_you_mean(name, known)}" for name in named)
 
 
 def loads_plugin(name: str, variable: str = "VLLM_PLUGINS", environ: Mapping[str, str] | None = None) -> bool:

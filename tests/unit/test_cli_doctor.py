@@ -9,22 +9,21 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from kvcached.cli import doctor
-from kvcached.cli.doctor import Row, Verdict
+from kvcached.cli.findings import Row, Verdict
 from kvcached.cli.main import app
 from kvcached.cli.try_card import Attempt, try_card
 from kvcached.config import load_settings
 from kvcached.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -167,45 +166,44 @@ class TestRows:
         row = doctor.check_settings(load_settings({"KVCACHED_LIMIT": "3G"}))
         assert (row.verdict, row.finding) == (Verdict.OK, "1 changed from their defaults: limit")
 
-    def test_shared_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Usage:
-            free = 32 * MIB
+    @pytest.mark.parametrize(
+        ("environ", "verdict", "said"),
+        [
+            ({"ENABLE_KVCACHED": "true"}, Verdict.OK, "asked to be elastic (environment ENABLE_KVCACHED)"),
+            ({}, Verdict.WARNING, "ENABLE_KVCACHED is not true"),
+            ({"ENABLE_KVCACHED": "false"}, Verdict.WARNING, "ENABLE_KVCACHED is not true"),
+            ({"ENABLE_KVCACHE": "true"}, Verdict.PROBLEM, "ENABLE_KVCACHE has no effect"),
+            ({"KVCACHED_ENABLED": "1"}, Verdict.PROBLEM, "KVCACHED_ENABLED has no effect"),
+            ({"enable_kvcached": "1"}, Verdict.PROBLEM, "enable_kvcached has no effect"),
+            ({"ENABLE_KVCACHE": "true", "ENABLE_KVCACHED": "true"}, Verdict.OK, "asked to be elastic"),
+            ({"ENABLE_KVCACHED": "true", "KVCACHED_AUTOPATCH": "false"}, Verdict.PROBLEM, "KVCACHED_AUTOPATCH is false"),
+        ],
+    )
+    def test_whether_engines_are_asked_to_be_elastic(
+        self, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], verdict: Verdict, said: str
+    ) -> None:
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        row = doctor.check_switch(load_settings())
+        assert (row.verdict, said in row.finding) == (verdict, True)
+        assert ("NOT elastic" in row.finding) == (verdict is Verdict.PROBLEM)
+        assert bool(row.advice) == (verdict is not Verdict.OK)
 
-        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: Usage)
-        assert doctor.check_shared_memory().verdict is Verdict.OK
-        monkeypatch.setattr(Usage, "free", 1 * MIB)
-        assert doctor.check_shared_memory().verdict is Verdict.WARNING
-        monkeypatch.setattr(os, "access", lambda path, mode: False)
-        assert "not writable" in doctor.check_shared_memory().finding
+    def test_a_torch_that_cannot_use_the_gpus(self, installed: Callable[..., None], tmp_path: Path) -> None:
+        installed(torch="2.9.0+cpu")
+        assert doctor.check_torch(tmp_path).verdict is Verdict.OK
+        (tmp_path / "nvidia0").touch()
+        assert doctor.check_torch(tmp_path).verdict is Verdict.WARNING
+        installed(torch="2.9.0+cu128")
+        assert doctor.check_torch(tmp_path).verdict is Verdict.OK
 
-    @pytest.fixture
-    def short_path(self) -> Iterator[Path]:
-        """A socket's path may have 107 bytes."""
-        with tempfile.TemporaryDirectory(dir="/tmp") as directory:
-            yield Path(directory)
-
-    def test_the_run_directory(self, short_path: Path) -> None:
-        def check(run_dir: Path, **more: str) -> Row:
-            return doctor.check_run_dir(load_settings({"KVCACHED_RUN_DIR": str(run_dir), **more}))
-
-        run_dir = short_path / "run"
-        assert check(run_dir / "deeper").finding.endswith("will be made by the first engine")
-        run_dir.mkdir(mode=0o700)
-        assert check(run_dir).verdict is Verdict.OK
-        run_dir.chmod(0o770)
-        assert check(run_dir).verdict is Verdict.PROBLEM
-        assert check(run_dir, KVCACHED_RUN_GROUP="0").verdict is Verdict.OK
-        run_dir.chmod(0o777)
-        assert check(run_dir, KVCACHED_RUN_GROUP="0").verdict is Verdict.PROBLEM
-        (short_path / "file").write_text("")
-        assert check(short_path / "file").verdict is Verdict.PROBLEM
-        assert check(short_path / "file/below").verdict is Verdict.PROBLEM
-        assert check(short_path / ("x" * 90)).verdict is Verdict.PROBLEM
-
-    def test_a_run_directory_that_cannot_be_made(self, monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:
-        monkeypatch.setattr(os, "access", lambda path, mode: False)
-        row = doctor.check_run_dir(load_settings({"KVCACHED_RUN_DIR": str(short_path / "run")}))
-        assert (row.verdict, "cannot be made" in row.finding) == (Verdict.PROBLEM, True)
+    def test_the_line_at_each_start(self, tmp_path: Path) -> None:
+        places = [str(tmp_path / "other"), str(tmp_path)]
+        row = doctor.check_guard(places)
+        assert (row.verdict, "say nothing" in row.finding) == (Verdict.WARNING, True)
+        (tmp_path / "kvcached-elastic.pth").write_text("")
+        assert doctor.check_guard(places).verdict is Verdict.OK
+        assert doctor.check_guard(doctor.site_directories()).verdict is Verdict.OK, "of this very environment"
 
     def test_which_cards_are_tried(self, tmp_path: Path) -> None:
         def tried(**environ: str) -> list[str]:
@@ -258,6 +256,15 @@ class TestCommand:
         rows.pop()
         assert self.run("doctor").exit_code == 0
         assert self.run("doctor").stdout.splitlines()[-1] == "no problems"
+
+    def test_an_engine_that_would_not_be_elastic_is_a_problem_in_the_whole_answer(self) -> None:
+        result = self.run("doctor", "--json", ENABLE_KVCACHE="true")
+        row = row_of([Row(**row) for row in json.loads(result.stdout)["rows"]], "elastic")
+        assert (result.exit_code, row.verdict) == (1, "problem")
+        asked = [Row(**row) for row in json.loads(self.run("doctor", "--json", ENABLE_KVCACHED="true").stdout)["rows"]]
+        assert (row_of(asked, "elastic").verdict, row_of(asked, "start-up guard").verdict) == ("ok", "ok")
+        bad = json.loads(self.run("doctor", "--json", ENABLE_KVCACHED="ture").stdout)
+        assert "ENABLE_KVCACHED=ture is not allowed" in row_of([Row(**row) for row in bad["rows"]], "settings").finding
 
     def test_a_bad_setting_is_a_row_not_a_crash(self) -> None:
         answer = json.loads(self.run("doctor", "--json", KVCACHED_LIMIT="4Q").stdout)

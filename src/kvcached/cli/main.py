@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from kvcached.cli.control.command import control
-from kvcached.cli.doctor import Verdict, examine
+from kvcached.cli.doctor import examine
+from kvcached.cli.findings import Verdict
 from kvcached.cli.metrics.command import metrics
 from kvcached.cli.output import ExitCode, reporting, say, say_json, table
 from kvcached.cli.settings_view import show_settings

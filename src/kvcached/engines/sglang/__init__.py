@@ -10,11 +10,12 @@ def plugin() -> None:
 
     So be it where nobody knows yet that elastic memory was asked for; from there on whatever fails ends the process instead.
     """
-    from kvcached.config import elastic_is_asked_for
+    from kvcached.config import elastic_is_asked_for, tell_misspelt_switches
     from kvcached.errors import SettingError
 
     try:
         if not elastic_is_asked_for():
+            tell_misspelt_switches()
             return
     except SettingError as error:
         raise _refusal(error) from error

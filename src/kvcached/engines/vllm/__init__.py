@@ -6,7 +6,7 @@ Switched off, they do nothing: no part of vLLM or torch is loaded here.
 
 from __future__ import annotations
 
-from kvcached.config import elastic_is_asked_for
+from kvcached.config import elastic_is_asked_for, tell_misspelt_switches
 from kvcached.errors import EngineNotSupported
 
 
@@ -25,6 +25,7 @@ def platform_plugin() -> str | None:
 def general_plugin() -> None:
     """vLLM's second door. Raises `EngineNotSupported`, which ends the process, when elastic memory was asked for and is not in place."""
     if not elastic_is_asked_for():
+        tell_misspelt_switches()
         return
     import vllm
     from vllm.platforms import current_platform
