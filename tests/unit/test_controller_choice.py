@@ -114,6 +114,12 @@ class TestAffinity:
         assert key_of("prefix", {}, {"messages": [{"role": "user", "content": "y"}]}) not in keys
 
 
+@pytest.fixture
+def long_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a busy machine takes for some requests."""
+    monkeypatch.setattr("kvcached.controller.choice.FIRST_REST_S", 60.0)
+
+
 class TestThroughTheGateway:
     def test_a_session_stays_with_its_server(self) -> None:
         async def scene() -> None:
@@ -130,6 +136,7 @@ class TestThroughTheGateway:
 
         play(scene)
 
+    @pytest.mark.usefixtures("long_rests")
     def test_one_that_says_503_rests_and_the_other_answers(self) -> None:
         async def scene() -> None:
             bad, good = Upstream(), Upstream()
@@ -141,6 +148,7 @@ class TestThroughTheGateway:
 
         play(scene)
 
+    @pytest.mark.usefixtures("long_rests")
     def test_one_that_cuts_answers_rests_though_it_is_there(self) -> None:
         async def scene() -> None:
             bad, good = Upstream(), Upstream()
@@ -152,6 +160,7 @@ class TestThroughTheGateway:
 
         play(scene)
 
+    @pytest.mark.usefixtures("long_rests")
     def test_while_one_request_tries_it_the_others_go_elsewhere(self) -> None:
         async def scene() -> None:
             slow, good = Upstream(), Upstream()

@@ -106,6 +106,7 @@ class TestKeepAlive:
     def test_a_model_that_fails_becomes_an_event(self) -> None:
         async def scene() -> None:
             async with stage({**OFTEN, "queue_timeout_s": 0.2, "concurrency": 1}) as it:
+                assert (await it.client.post(it.url + "/action/wakeup/chat?wait_s=50")).status == 200  # so that the first waits for nothing
                 it.upstream.gate.clear()
                 other = await it.client.post(it.url + "/v1/chat/completions", json=STREAM)
                 late = await it.client.post(it.url + "/v1/chat/completions", json=STREAM)

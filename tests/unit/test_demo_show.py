@@ -26,7 +26,8 @@ def story() -> Story:
     return Story(("facts", "stories"), 20 * MIB, samples=samples, asked={"facts": 3})
 
 
-def test_without_a_terminal_there_are_plain_lines() -> None:
+def test_without_a_terminal_there_are_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("examples.demo.show.PLAIN_EVERY_S", 3600.0)
     out = io.StringIO()
     with open_screen(Console(file=out, width=100), live=True) as screen:
         assert type(screen) is PlainScreen
