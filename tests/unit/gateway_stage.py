@@ -17,6 +17,7 @@ from kvcached.controller.build import build_backends, card_bytes, specs_of
 from kvcached.controller.config import parse_config
 from kvcached.controller.forwarding import Forwarders
 from kvcached.controller.gateway import Gateway
+from kvcached.controller.handover import Door
 from kvcached.controller.owner import Owner
 from kvcached.controller.tap import TappedConnector
 from kvcached.controller.traces import traces_to
@@ -108,14 +109,29 @@ async def listening(app: web.Application, port: int = 0) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
+@contextlib.asynccontextmanager
+async def behind_a_door(gateway: Gateway) -> AsyncIterator[Door]:
+    """As `serve` does it; at the end whatever is open is broken off."""
+    runner = gateway.runner()
+    with contextlib.closing(await Door.at("127.0.0.1", 0)) as door:
+        try:
+            await door.open(runner, gateway.intake)
+            yield door
+        finally:
+            for connection in runner.server.connections if runner.server else ():
+                connection.force_close()
+            await runner.cleanup()
+
+
 class Stage:
     """A gateway with one remote model `chat` (alias `gpt`) and what the test adds."""
 
-    def __init__(self, upstream: Upstream, owner: Owner, url: str, client: aiohttp.ClientSession, forwarders: Forwarders) -> None:
+    def __init__(self, upstream: Upstream, owner: Owner, door: Door, client: aiohttp.ClientSession, forwarders: Forwarders) -> None:
         self.upstream = upstream
         self.forwarders = forwarders
         self.owner = owner
-        self.url = url
+        self.door = door
+        self.url = f"http://127.0.0.1:{door.port}"
         self.client = client
 
     async def post(self, path: str = "/v1/chat/completions", body: object = None, **more: Any) -> tuple[int, bytes, dict[str, str]]:
@@ -158,9 +174,9 @@ async def stage(
         stack.push_async_callback(asyncio.to_thread, traces.close)
         forwarders = await stack.enter_async_context(Forwarders(config.processes - 1))
         gateway = Gateway(config, Access(config, environ), owner, session, traces, forwarders)
-        url = await stack.enter_async_context(listening(gateway.app()))
+        door = await stack.enter_async_context(behind_a_door(gateway))
         client = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
-        yield Stage(upstream, owner, url, client, forwarders)
+        yield Stage(upstream, owner, door, client, forwarders)
 
 
 def play(scene: Callable[[], Awaitable[None]]) -> None:

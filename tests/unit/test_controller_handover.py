@@ -18,6 +18,7 @@ from gateway_stage import WAIT_S, error_of, play, stage, until
 
 from kvcached.controller.config import parse_config
 from kvcached.controller.handover import Door
+from kvcached.controller.intake import Intake
 from kvcached.controller.serve import serve
 from kvcached.controller.states import State
 from kvcached.errors import SettingError
@@ -34,6 +35,13 @@ WHOLE = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nhello"
 @contextlib.asynccontextmanager
 async def open_door(gate: asyncio.Event | None = None) -> AsyncIterator[Door]:
     """Says what it was told, after `gate`."""
+    with contextlib.closing(await Door.at("127.0.0.1", 0)) as door:
+        async with opened(door, gate):
+            yield door
+
+
+@contextlib.asynccontextmanager
+async def opened(door: Door, gate: asyncio.Event | None = None) -> AsyncIterator[None]:
 
     async def echo(request: web.Request) -> web.Response:
         if gate is not None:
@@ -43,11 +51,10 @@ async def open_door(gate: asyncio.Event | None = None) -> AsyncIterator[Door]:
     app = web.Application()
     app.add_routes([web.post("/", echo)])
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-    with contextlib.closing(await Door.at("127.0.0.1", 0)) as door:
-        await door.open(runner)
-        yield door
-        door.close()
-        await runner.cleanup()
+    await door.open(runner, Intake(WAIT_S))
+    yield
+    door.close()
+    await runner.cleanup()
 
 
 def connected(door: Door, sent: bytes) -> socket.socket:
@@ -219,3 +226,29 @@ def test_an_address_that_cannot_be_had_says_what_to_do(host: str) -> None:
         pytest.raises(SettingError, match=rf"^listen: .*{re.escape(host)}.*; end what listens there, or name another address$"),
     ):
         asyncio.run(Door.at(host, other.getsockname()[1]))
+
+
+def test_of_two_that_start_at_once_the_second_is_told_before_it_touches_anything() -> None:
+    async def scene() -> None:
+        with contextlib.closing(await Door.at("127.0.0.1", 0)) as first:
+            port = first.port
+            with pytest.raises(SettingError, match=r"^listen: "):
+                await Door.at("127.0.0.1", port)
+        with contextlib.closing(await Door.at("127.0.0.1", port)) as third:
+            assert third.port == port
+
+    play(scene)
+
+
+def test_who_comes_before_the_gateway_is_ready_is_answered_then() -> None:
+    async def scene() -> None:
+        with contextlib.closing(await Door.at("127.0.0.1", 0)) as door:
+            early = connected(door, WHOLE)
+            async with opened(door):
+                answering = asyncio.create_task(everything_from(early))
+                await until(lambda: bool(door._connections))
+                emptied = await door.shut()
+                assert (await answering).endswith(b"hello")
+                await emptied
+
+    play(scene)

@@ -228,6 +228,9 @@ class ServeConfig(_Section):
     """collector of traces that takes OTLP over HTTP, such as http://127.0.0.1:4318; needs the extra `traces`; default: none"""
     processes: Annotated[int, Field(ge=1, le=64)] = 1
     """of the gateway: one admits and measures all requests, and the others carry streams, for more tokens than one core can pass on"""
+    request_timeout_s: Duration = 60.0
+    """a client that takes so long to send the head of a request, or its body (and a second more for each 16 KiB of that), is answered
+    with 408"""
     models: Annotated[dict[Name, Model], Field(min_length=1)]
     """name, as clients write it, and what it is"""
 

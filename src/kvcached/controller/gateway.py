@@ -15,6 +15,7 @@ from kvcached.controller import page
 from kvcached.controller.api_errors import ApiError, no_such_model
 from kvcached.controller.choice import key_of
 from kvcached.controller.forwarding import Forwarders
+from kvcached.controller.intake import Intake
 from kvcached.controller.manage import Management
 from kvcached.controller.origin import is_foreign, is_misled
 from kvcached.controller.proxy import Call, Proxy
@@ -55,6 +56,7 @@ class Gateway:
         self._config = config
         self._access = access
         self._owner = owner
+        self.intake = Intake(config.request_timeout_s)
         self._proxy = Proxy(owner, session, traces, forwarders or Forwarders(0))
         self._names = config.names()
         self._created_s = int(time.time())
@@ -64,6 +66,7 @@ class Gateway:
         """A new file; requests that are under way keep what they have."""
         self._config, self._access, self._names = config, access, config.names()
         self._management.use(config)
+        self.intake.timeout_s = config.request_timeout_s
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._shape_errors])
@@ -143,7 +146,7 @@ class Gateway:
     async def _to_named(self, request: web.Request) -> web.StreamResponse:
         """`/upstream/NAME/PATH`: PATH of that model's server, with any method. It can do whatever the server can."""
         self._everything(request)
-        body = await request.read()
+        body = await self.intake.read(request)
         name = self._resolve(request.match_info["name"], None)
         path = "/" + "".join(request.rel_url.raw_path_qs.split("/", 3)[3:])  # not `raw_path`, which may be a whole address
         return await self._relay(request, name, path, body)
@@ -154,7 +157,7 @@ class Gateway:
         opened = self._access.models_of(request.headers)  # who has no key is told so before the body is read
         if not self._config.api_keys:
             _refuse_foreign(request)
-        body = await request.read()
+        body = await self.intake.read(request)
         word, given = self._named_model(request, body)
         name = self._resolve(word, opened)
         upstream = self._config.models[name].upstream_name(name)
@@ -209,4 +212,7 @@ def _json_object(body: bytes) -> dict[str, Any]:
 
 
 def _answer(error: ApiError, path: str) -> web.Response:
-    return web.Response(status=error.status, body=error.body(path), headers=error.headers())
+    answer = web.Response(status=error.status, body=error.body(path), headers=error.headers())
+    if error.status == 408:
+        answer.force_close()
+    return answer

@@ -11,6 +11,7 @@ import socket
 from typing import TYPE_CHECKING, Final
 
 from kvcached.controller import leftovers
+from kvcached.controller.intake import Connection
 from kvcached.controller.launcher import EngineBackend
 from kvcached.errors import SettingError
 
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from aiohttp import web
-    from aiohttp.web_protocol import RequestHandler
 
     from kvcached.controller.adoption import Record
     from kvcached.controller.backends import Backend
+    from kvcached.controller.intake import Intake
     from kvcached.controller.leftovers import Group
     from kvcached.controller.states import State
 
@@ -39,6 +40,7 @@ class Door:
     def __init__(self) -> None:
         self._listener: asyncio.Server
         self._runner: web.AppRunner
+        self._intake: Intake
         self._emptying: asyncio.Task[None] | None = None
 
     @classmethod
@@ -48,19 +50,29 @@ class Door:
         loop = asyncio.get_running_loop()
         with _telling_what_to_do():
             door._listener = await loop.create_server(door._protocol, host, port, backlog=_BACKLOG, start_serving=False)
+            try:
+                door._listen()
+            except OSError:
+                door._listener.close()
+                raise
         return door
+
+    def _listen(self) -> None:
+        """Now, since two may be bound to an address of which none listens. Who comes early waits in the kernel."""
+        for one in self._listener.sockets:
+            with socket.socket(fileno=os.dup(one.fileno())) as listening:
+                listening.listen(_BACKLOG)
 
     @property
     def port(self) -> int:
         return int(self._listener.sockets[0].getsockname()[1])
 
-    async def open(self, runner: web.AppRunner) -> None:
-        """Raises `SettingError` when another listens there since."""
-        self._runner = runner
+    async def open(self, runner: web.AppRunner, intake: Intake) -> None:
+        """Clients are let in, those too that have waited since `at`."""
+        self._runner, self._intake = runner, intake
         runner.app.on_response_prepare.append(self._say_the_last)
         await runner.setup()
-        with _telling_what_to_do():
-            await self._listener.start_serving()
+        await self._listener.start_serving()
 
     async def shut(self) -> asyncio.Task[None]:
         """No connection from here on. Those without a request are closed, the others after the answer to theirs; then the task is done."""
@@ -68,6 +80,7 @@ class Door:
             for late in await self._stop_listening():
                 with contextlib.suppress(OSError):  # it has left again
                     await asyncio.get_running_loop().connect_accepted_socket(self._protocol, late)
+            self._intake.hurry()
             self._emptying = asyncio.get_running_loop().create_task(self._empty())
         return self._emptying
 
@@ -92,20 +105,21 @@ class Door:
 
     async def _empty(self) -> None:
         """Not by `Server.shutdown`, nor `pre_shutdown`: both make connections deaf, to requests that were sent and the rest of bodies."""
-        idle: set[RequestHandler] = set()
+        idle: set[Connection] = set()
         while self._connections:
-            before, idle = idle, {connection for connection in self._connections if _is_idle(connection)}
+            before, idle = idle, {connection for connection in self._connections if connection.is_idle or connection.is_lingering}
             for connection in before & idle:
                 connection.force_close()
             await asyncio.sleep(_LOOK_S)
 
     @property
-    def _connections(self) -> list[RequestHandler]:
-        return [] if self._runner.server is None else self._runner.server.connections
+    def _connections(self) -> list[Connection]:
+        found = [] if self._runner.server is None else self._runner.server.connections
+        return [connection for connection in found if isinstance(connection, Connection)]
 
-    def _protocol(self) -> RequestHandler:
+    def _protocol(self) -> Connection:
         assert self._runner.server is not None
-        return self._runner.server()
+        return Connection(self._runner.server, self._intake)
 
     async def _say_the_last(self, _: web.Request, response: web.StreamResponse) -> None:
         if self._emptying is not None:
@@ -135,12 +149,6 @@ def _telling_what_to_do() -> Iterator[None]:
         yield
     except OSError as error:
         raise SettingError(f"listen: {error.strerror}; end what listens there, or name another address") from error
-
-
-def _is_idle(connection: RequestHandler) -> bool:
-    """It waits for the next request: none is there, under way, or about to begin."""
-    waiter = connection._waiter
-    return waiter is not None and not waiter.done()
 
 
 def _accept_all(descriptor: int) -> list[socket.socket]:

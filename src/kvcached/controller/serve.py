@@ -24,8 +24,6 @@ from kvcached.controller.traces import traces_to
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
-    from aiohttp import web
-
     from kvcached.controller.config import ServeConfig
 
 
@@ -59,14 +57,15 @@ async def serve(
                 gateway = Gateway(config, access, owner, session, traces, forwarders)
                 reload = Reload(config, environ, owner, gateway, session)
                 orders.on_change(functools.partial(reload.take, read_again))
-                await _listen(door, gateway.runner(), owner, lambda: on_ready(f"http://{host}:{door.port}"), orders)
+                await _listen(door, gateway, owner, lambda: on_ready(f"http://{host}:{door.port}"), orders)
     await asyncio.to_thread(traces.close)
 
 
-async def _listen(door: Door, runner: web.AppRunner, owner: Owner, on_ready: Callable[[], None], orders: _Orders) -> None:
+async def _listen(door: Door, gateway: Gateway, owner: Owner, on_ready: Callable[[], None], orders: _Orders) -> None:
     """Streams that are open end before the listener does."""
+    runner = gateway.runner()
     try:
-        await door.open(runner)
+        await door.open(runner, gateway.intake)
         on_ready()
         await _first_of(orders.end.wait(), orders.hand_over.wait())
         if not orders.end.is_set():
