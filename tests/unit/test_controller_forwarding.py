@@ -488,3 +488,17 @@ def test_a_head_without_an_end_is_not_kept() -> None:
     tap.data_received(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
     assert tap.chunks is not None
     assert tap.chunks.payload_bytes == 3
+
+
+def test_whatever_its_client_says_to_the_loss_of_a_server_the_stream_ends() -> None:
+    class Deaf(Heard):
+        def connection_lost(self, error: Exception | None) -> None:
+            raise RuntimeError("by the test")
+
+    ended: list[bool] = []
+    tap = Tap(Deaf(), asyncio.Transport())
+    tap.expect()
+    tap.divert(lambda _: None, lambda: ended.append(True))
+    with pytest.raises(RuntimeError):
+        tap.connection_lost(None)
+    assert ended == [True]

@@ -10,6 +10,7 @@ with it what it carries.
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import json
 import os
@@ -24,13 +25,14 @@ from kvcached.controller.chunks import Chunks, frame
 from kvcached.controller.usage import Meter
 
 MESSAGE_BYTES: Final = 4096
+_LONGEST_MISHAP: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
     """`how`: whole, lost (the server is), gone (the client is), or left (as was asked). `is_clean`: the client has whole chunks only.
 
-    `events`, `tokens_in`, `tokens_out`: see `Meter`.
+    `events`, `tokens_in`, `tokens_out`: see `Meter`. `mishap`: what went wrong here, though neither side did anything; empty: nothing.
     """
 
     ticket: int
@@ -39,6 +41,7 @@ class Ended:
     events: int
     tokens_in: int | None
     tokens_out: int | None
+    mishap: str = ""
 
 
 class Line:
@@ -89,13 +92,38 @@ class Carriage:
         self.meter = Meter()
         self._chunks = Chunks()
         self._desk = desk
+        self._mishap = ""
+        self._ends: list[socket.socket] = []
 
-    async def start(self, server: socket.socket, client: socket.socket) -> None:
+    async def start(self, descriptors: list[int]) -> None:
+        """The server's and the client's, which are closed with it. Whatever it raises is for `fail`."""
+        self._open(descriptors)
+        if len(self._ends) < 2:
+            raise OSError("this process may not open as many files as it is lent")
+        server, client = self._ends
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: _Client(self), sock=client)
         await loop.create_connection(lambda: _Server(self), sock=server)
         if self.how or self._is_left:
             self._close()
+
+    def _open(self, descriptors: list[int]) -> None:
+        left = list(descriptors)
+        try:
+            while left:
+                self._ends.append(socket.socket(fileno=left[0]))
+                del left[0]
+        finally:
+            for descriptor in left:
+                os.close(descriptor)
+
+    def fail(self, error: BaseException) -> None:
+        """It cannot be carried; its owner is told when the client has all that was sent."""
+        self._mishap = f"{type(error).__name__}: {error}"[:_LONGEST_MISHAP]
+        has_client = self.client is not None
+        self.end("lost")
+        if not has_client:
+            self.client_closed(None)
 
     def pass_on(self, data: bytes) -> None:
         if self.how or self.client is None:
@@ -138,7 +166,9 @@ class Carriage:
             self.how, self.is_clean = "gone", False
         if self.server is not None:
             self.server.abort()
-        self._desk.say(Ended(self.ticket, self.how, self.is_clean, self.meter.events, *self.meter.said()))
+        self._desk.say(Ended(self.ticket, self.how, self.is_clean, self.meter.events, *self.meter.said(), self._mishap))
+        for end in self._ends:  # which a transport that was never made would have closed
+            end.close()
 
 
 class _Server(asyncio.Protocol):
@@ -207,26 +237,33 @@ class Desk:
                 self._carriages[message["leave"]].leave()
             return
         carriage = self._carriages[message["take"]] = Carriage(message["take"], self)
-        ends = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-        if len(ends) < 2:  # this process may not have so many
-            for end in ends:
-                end.close()
-            carriage.client_closed(None)
-            return
-        server, client = ends
-        start = asyncio.get_running_loop().create_task(carriage.start(server, client))
+        start = asyncio.get_running_loop().create_task(carriage.start(descriptors))
         self._starts.add(start)
-        start.add_done_callback(self._starts.discard)
+        start.add_done_callback(functools.partial(self._started, carriage))
+
+    def _started(self, carriage: Carriage, start: asyncio.Task[None]) -> None:
+        self._starts.discard(start)
+        error = None if start.cancelled() else start.exception()
+        if error is not None:
+            carriage.fail(error)
 
     def say(self, ended: Ended) -> None:
-        del self._carriages[ended.ticket]
-        self._line.say(asdict(ended))
+        if self._carriages.pop(ended.ticket, None) is not None:
+            self._line.say(asdict(ended))
 
 
 async def carry_all(end: socket.socket) -> None:
-    line = Line(end)
+    """Until the other end is closed, or something went wrong of which it is not known whose stream it was."""
+    line, loop = Line(end), asyncio.get_running_loop()
+
+    def heed(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        loop.default_exception_handler(context)
+        if "handle" in context:  # else a connection's, which asyncio closes, or a task's, which is heard
+            line.lost.set()
+
+    loop.set_exception_handler(heed)
     line.say({"pid": os.getpid()})  # before it listens: who sees it wait knows that its owner has been told
-    asyncio.get_running_loop().add_reader(end, Desk(line).read)
+    loop.add_reader(end, Desk(line).read)
     await line.lost.wait()
 
 

@@ -45,7 +45,7 @@ class Forwarder:
             begun_s, what = loop.time(), "ended"
             try:
                 await self._run_once()
-            except OSError as error:  # for instance: too many files, or processes
+            except (OSError, RuntimeError) as error:  # for instance: too many files, processes, or threads
                 what = f"cannot be started ({error})"
             if loop.time() - begun_s >= _HEALTHY_S:
                 pause_s = _FIRST_PAUSE_S
@@ -155,6 +155,8 @@ def _take_back(passage: Passage, future: asyncio.Future[Ended]) -> None:
             passage.client.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # for whoever else has it, too
         passage.client.abort()
     if ended is not None:
+        if ended.mishap:
+            _log.error("a stream was given up, since its process could not carry it: %s", ended.mishap)
         passage.meter.add(ended.events, ended.tokens_in, ended.tokens_out)
     passage.tap.restore(whole=ended is not None and ended.how == "whole")
 

@@ -87,8 +87,10 @@ class Tap(asyncio.Protocol):
         if payload:
             self._sink(payload)
         if self.chunks.ended:
-            self.restore(whole=True)
-            self._end()
+            try:
+                self.restore(whole=True)
+            finally:
+                self._end()
 
     def _watch(self, data: bytes) -> None:
         if self._head is not None:
@@ -117,8 +119,10 @@ class Tap(asyncio.Protocol):
         return body
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._inner.connection_lost(error)
-        self._end()
+        try:
+            self._inner.connection_lost(error)
+        finally:
+            self._end()
 
     def _end(self) -> None:
         on_end, self._on_end = self._on_end, None
