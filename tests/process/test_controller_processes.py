@@ -54,7 +54,8 @@ class Running:
         self.write({"chat": chat})
         self.launch()
 
-    def launch(self) -> None:
+    def launch(self, early: Callable[[], object] = lambda: None) -> None:
+        """Returns when it is ready. `early` is called before."""
         with (self.folder / "stderr").open("wb") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "kvcached.cli.main", "serve", str(self.folder / "models.yaml")],
@@ -62,6 +63,7 @@ class Running:
                 stderr=errors,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
+        early()
         assert self.process.stdout is not None
         found = re.search(rb"http://\S+:\d+", self.process.stdout.readline())
         assert found is not None, self.errors()

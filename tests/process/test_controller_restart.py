@@ -208,6 +208,22 @@ def test_handed_over_with_every_request_answered(tmp_path: Path) -> None:
         assert it.calls().count("start") == 1
 
 
+def test_a_body_that_does_not_come_holds_no_hand_over_up(tmp_path: Path) -> None:
+    with running(tmp_path) as it:
+        pid = it.engine_pid()
+        with socket.create_connection(("127.0.0.1", int(it.url.rpartition(":")[2])), WAIT_S) as half:
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+            until(lambda: it.ask()[0] == 200)
+            hand_over(it)
+            answer = b"".join(iter(lambda: half.recv(4096), b""))
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b'"shutting_down"' in answer
+        left(it)
+        assert "is ended" not in it.errors()
+        it.launch()
+        assert pids(it) == [pid]
+
+
 def test_what_is_half_started_is_not_handed_over(tmp_path: Path) -> None:
     (tmp_path / "linger").touch()
     with running(tmp_path, preload=True) as it:
@@ -257,6 +273,29 @@ def test_a_gateway_that_does_not_get_ready_leaves_servers_as_they_are(tmp_path: 
         it.launch()
         assert (it.state(), pids(it)) == ("ready", [pid])
         assert it.calls().count("start") == 1
+
+
+def holds_back(pid: int, number: signal.Signals) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.partition("SigBlk:")[2].split()[0], 16) >> (number - 1) & 1)
+
+
+def test_orders_that_come_before_it_can_heed_them_are_kept(tmp_path: Path) -> None:
+    def early(number: signal.Signals) -> None:
+        until(lambda: holds_back(it.process.pid, number))
+        it.process.send_signal(number)
+
+    with running(tmp_path) as it:
+        pid = it.engine_pid()
+        it.kill()
+        it.launch(lambda: early(signal.SIGHUP))
+        assert it.errors().count("the file was taken") == 1
+        assert not holds_back(it.process.pid, signal.SIGHUP)
+        it.kill()
+        it.launch(lambda: early(signal.SIGUSR1))
+        left(it)
+        it.launch()
+        assert pids(it) == [pid]
 
 
 def test_a_changed_file_is_the_next_gateways_when_one_ends(tmp_path: Path) -> None:

@@ -4,8 +4,11 @@
 Exit codes: 0 fine, 1 a problem was found, 2 usage or a bad setting.
 """
 
+import contextlib
 import importlib
 import platform
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,7 +75,7 @@ def serve(
     schema: Annotated[bool, typer.Option("--schema", help="Only print the JSON schema of the file.")] = False,
 ) -> None:
     """Serve many models at one OpenAI-compatible address."""
-    with reporting(as_json=False):
+    with _held_back(signal.SIGHUP, signal.SIGUSR1), reporting(as_json=False):
         controller = _controller()
         if schema:
             controller.show_schema()
@@ -84,6 +87,18 @@ def serve(
             controller.dry_run(file)
         else:
             controller.run(file)
+
+
+@contextlib.contextmanager
+def _held_back(*numbers: signal.Signals) -> Iterator[None]:
+    """Until somebody unblocks them: they would end a program that cannot heed them yet."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        while signal.sigtimedwait(numbers, 0) is not None:
+            pass
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _controller() -> Any:

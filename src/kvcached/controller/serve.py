@@ -91,6 +91,7 @@ class _Orders:
         self._take: Callable[[], object] | None = None
         self._has_changed = False
         loop.add_signal_handler(signal.SIGHUP, self._changed)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP, signal.SIGUSR1})  # which the command has held back since it began
 
     def on_change(self, take: Callable[[], object]) -> None:
         """`take` is called for each SIGHUP, and at once if one has come already."""
