@@ -78,7 +78,11 @@ class Control:
     def end(self) -> int:
         with self.process:
             self.process.terminate()
-            return self.process.wait(DEADLINE_S)
+            try:
+                return self.process.wait(DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                raise
 
 
 def received(connection: http.client.HTTPConnection) -> tuple[int, Any]:
@@ -132,6 +136,44 @@ def test_each_command_of_kvctl_acts_on_a_pool(run_dir: Path, chat: PoolProcess, 
     assert explained["status"]["floor_bytes"] == 6 * MIB
 
 
+def test_the_settings_are_those_of_kvctl(run_dir: Path, control: Control) -> None:
+    assert control.call("GET", "/v1/config") == (200, json.loads(CliRunner().invoke(kvctl, ["config", "--json"]).stdout))
+
+
+def test_who_watches_sees_what_changes_until_so_many_looks(chat: PoolProcess, control: Control) -> None:
+    with contextlib.closing(control.sent("GET", "/v1/watch?interval=0.05&count=2")) as connection:
+        lines = [json.loads(line) for line in connection.getresponse()]
+    assert [set(line) for line in lines] == [{"time_s", "run_dir", "cards"}] * 2
+    assert lines[0]["time_s"] < lines[1]["time_s"]
+    with contextlib.closing(control.sent("GET", "/v1/watch?interval=0.05")) as connection:
+        looks = (json.loads(line)["cards"][0]["pools"][0] for line in connection.getresponse())
+        assert next(looks)["weight"] == 1.0
+        control.post("chat", "weight", weight=2)
+        assert next(look for look in looks if look["weight"] == 2.0)["instance"] == "chat"
+
+
+def test_who_watches_leaves_room_for_others_and_ends_with_the_server(chat: PoolProcess, control: Control) -> None:
+    with contextlib.ExitStack() as stack:
+        watching = [stack.enter_context(contextlib.closing(control.sent("GET", "/v1/watch?interval=60"))) for _ in range(8)]
+        answers = [connection.getresponse() for connection in watching]
+        assert all(json.loads(answer.readline())["cards"] for answer in answers)
+        status, answer = control.call("GET", "/v1/watch")
+        assert (status, answer["error"]["exit_code"]) == (503, 4)
+        assert control.post("chat", "trim")[0] == 200
+        control.process.terminate()
+        assert [answer.read() for answer in answers] == [b""] * 8
+        assert control.process.wait(DEADLINE_S) == 0
+
+
+def test_who_stopped_watching_makes_room(control: Control) -> None:
+    def is_let_in() -> bool:
+        with contextlib.closing(control.sent("GET", "/v1/watch?interval=0.05")) as connection, connection.getresponse() as response:
+            return response.status == 200 and bool(json.loads(response.readline()))
+
+    for _ in range(12):
+        eventually(is_let_in)
+
+
 def test_a_dead_pool_is_unreachable_until_it_is_deleted(chat: PoolProcess, control: Control) -> None:
     status, answer = control.post("chat", "delete")
     assert (status, answer["error"]["type"]) == (409, "PeerRefused")
@@ -169,6 +211,12 @@ WRONG = (
     ("POST", "/v1/pools/chat/frobnicate", None, 404, "limit, floor, weight, trim, evict, delete"),
     ("GET", "/v1/pools/chat/trim", None, 405, "POST is"),
     ("DELETE", "/v1/cards", None, 405, "GET is"),
+    ("POST", "/v1/watch", None, 405, "GET is"),
+    ("GET", "/v1/watch?interval=0", None, 400, "interval: "),
+    ("GET", "/v1/watch?interval=soon", None, 400, "interval: "),
+    ("GET", "/v1/watch?count=-1", None, 400, "count: "),
+    ("GET", "/v1/watch?intervall=1", None, 400, "intervall: Extra inputs are not permitted"),
+    ("POST", "/v1/config", None, 405, "GET is"),
     ("BREW", "/v1/cards", None, 501, "BREW"),
     ("POST", "/v1/pools/chat/limit", {"size": "3Q"}, 400, "size: "),
     ("POST", "/v1/pools/chat/limit", {"size": -1}, 400, "size: "),

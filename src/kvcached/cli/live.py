@@ -27,6 +27,11 @@ def cards_json(run_dir: Path, cards: Sequence[CardRow]) -> dict[str, Any]:
     return {"run_dir": str(run_dir), "cards": [card.to_json() for card in cards]}
 
 
+def look_json(run_dir: Path) -> dict[str, Any]:
+    """One look of `watch`. `time_s`: seconds since 1970."""
+    return {"time_s": time.time(), **cards_json(run_dir, read_cards(run_dir))}
+
+
 def cards_view(run_dir: Path, cards: Sequence[CardRow]) -> RenderableType:
     if not any(card.pools or card.problem for card in cards):
         return none_text(run_dir)
@@ -73,7 +78,7 @@ def watch(run_dir: Path, *, interval_s: float, count: int, as_json: bool) -> Non
     """Look every `interval_s`, `count` times (0: until interrupted)."""
     with contextlib.suppress(KeyboardInterrupt):
         if as_json:
-            _repeat(lambda: say_json({"time_s": time.time(), **cards_json(run_dir, read_cards(run_dir))}), interval_s, count)
+            _repeat(lambda: say_json(look_json(run_dir)), interval_s, count)
         elif Console().is_terminal:
             with Live(auto_refresh=False) as screen:
                 _repeat(lambda: screen.update(cards_view(run_dir, read_cards(run_dir)), refresh=True), interval_s, count)

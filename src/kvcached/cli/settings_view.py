@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcached.cli.output import say, say_json, table, warn
 from kvcached.config import describe_settings
@@ -13,15 +13,24 @@ if TYPE_CHECKING:
     from kvcached.config import Settings
 
 
+def settings_json(settings: Settings) -> dict[str, Any]:
+    values = settings.model_dump(mode="json")
+    shown = {
+        row.name: {"variable": row.variable, "value": values[row.name], "source": settings.source_of(row.name)}
+        for row in describe_settings()
+    }
+    return {"settings": shown, "warnings": list(settings.warnings)}
+
+
 def show_settings(settings: Settings, as_json: bool) -> None:
     """Every setting: variable, value, and where the value came from."""
-    rows = describe_settings()
     if as_json:
-        values = settings.model_dump(mode="json")
-        shown = {row.name: {"variable": row.variable, "value": values[row.name], "source": settings.source_of(row.name)} for row in rows}
-        say_json({"settings": shown, "warnings": list(settings.warnings)})
+        say_json(settings_json(settings))
         return
-    cells = [(row.variable, value_text(settings, row.name), settings.source_of(row.name).removesuffix(f" {row.variable}")) for row in rows]
+    cells = [
+        (row.variable, value_text(settings, row.name), settings.source_of(row.name).removesuffix(f" {row.variable}"))
+        for row in describe_settings()
+    ]
     say(table(("VARIABLE", "VALUE", "FROM"), cells, left=3, whole=1))
     for warning in settings.warnings:
         warn(f"warning: {warning}")

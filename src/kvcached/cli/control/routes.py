@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
+from urllib.parse import parse_qsl
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -13,7 +14,8 @@ from kvcached.cli import live
 from kvcached.cli.answers import FLOOR, LIMIT, bytes_json, change_json, explain_json
 from kvcached.cli.machine import read_cards
 from kvcached.cli.output import ExitCode, error_json, exit_code_of
-from kvcached.config import Amount
+from kvcached.cli.settings_view import settings_json
+from kvcached.config import Amount, load_settings
 from kvcached.core.limits import NO_LIMIT_BYTES
 from kvcached.errors import KVCachedError, PeerTimeout
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     Command = Callable[[Session, str, bytes], dict[str, Any]]
 
 CARDS: Final = "/v1/cards"
+CONFIG: Final = "/v1/config"
+WATCH: Final = "/v1/watch"
 _POOL: Final = re.compile(r"/v1/pools/([^/]+)/([a-z]+)")
 _STATUS: Final = {
     ExitCode.REFUSED: HTTPStatus.CONFLICT,
@@ -37,6 +41,15 @@ _STATUS: Final = {
 class Reply(NamedTuple):
     status: HTTPStatus
     body: dict[str, Any]
+
+
+class Watch(BaseModel):
+    """A wish to be told the cards again and again: every `interval` seconds, `count` times (0: until who asked hangs up)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    interval: float = Field(default=1.0, ge=0.05, le=60)
+    count: int = Field(default=0, ge=0, lt=2**31)
 
 
 def _amount(value: object) -> object:
@@ -130,8 +143,8 @@ COMMANDS: Final[dict[str, tuple[str, Command]]] = {
 """By the last part of the path: `/v1/pools/POOL/COMMAND`."""
 
 
-def respond(session: Session, method: str, path: str, body: bytes) -> Reply:
-    """Every failure is a reply."""
+def respond(session: Session, method: str, path: str, body: bytes) -> Reply | Watch:
+    """Every failure is a reply; whoever asks to watch is told so by whoever called."""
     try:
         return _respond(session, method, path, body)
     except ValidationError as error:
@@ -146,19 +159,28 @@ def respond(session: Session, method: str, path: str, body: bytes) -> Reply:
         return Reply(_STATUS[ExitCode.UNREACHABLE], error_json(type(error).__name__, str(error), ExitCode.UNREACHABLE))
 
 
-def _respond(session: Session, method: str, path: str, body: bytes) -> Reply:
+def _respond(session: Session, method: str, path: str, body: bytes) -> Reply | Watch:
+    if path.partition("?")[0] == WATCH:
+        return _allowed("GET", method) or Watch.model_validate(dict(parse_qsl(path.partition("?")[2], keep_blank_values=True)))
+    if path == CONFIG:
+        return _allowed("GET", method) or Reply(HTTPStatus.OK, settings_json(load_settings()))
     if path == CARDS:
         return _allowed("GET", method) or Reply(HTTPStatus.OK, live.cards_json(session.run_dir, read_cards(session.run_dir)))
     found = _POOL.fullmatch(path)
     if found is None or found[2] not in COMMANDS:
         commands = ", ".join(COMMANDS)
-        return refusal(HTTPStatus.NOT_FOUND, f"there is nothing at {path}; there are {CARDS} and /v1/pools/POOL/COMMAND: {commands}")
+        there = f"{CARDS}, {WATCH}, {CONFIG} and /v1/pools/POOL/COMMAND: {commands}"
+        return refusal(HTTPStatus.NOT_FOUND, f"there is nothing at {path}; there are {there}")
     needed, command = COMMANDS[found[2]]
     return _allowed(needed, method) or Reply(HTTPStatus.OK, command(session, found[1], body))
 
 
 def _allowed(needed: str, method: str) -> Reply | None:
     return None if method == needed else refusal(HTTPStatus.METHOD_NOT_ALLOWED, f"{method} is not allowed here; {needed} is")
+
+
+def too_many_watch() -> Reply:
+    return Reply(HTTPStatus.SERVICE_UNAVAILABLE, error_json("TooManyWatch", "too many clients watch already", ExitCode.UNREACHABLE))
 
 
 def refusal(status: HTTPStatus, message: str) -> Reply:

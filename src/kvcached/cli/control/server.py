@@ -15,7 +15,8 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any, Final
 
-from kvcached.cli.control.routes import Reply, refusal, respond
+from kvcached.cli import live
+from kvcached.cli.control.routes import Reply, Watch, refusal, respond, too_many_watch
 from kvcached.runtime.endpoint import remove_abandoned
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvcached.http")
 _MAX_BODY_BYTES: Final = 64 * 1024
 _MAX_REQUESTS: Final = 16
+_MAX_WATCHERS: Final = 8  # they stay: so many requests at least are left for others
 REQUEST_TIMEOUT_S: Final = 5.0
 
 
@@ -53,11 +55,32 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RD)
 
     def do_GET(self) -> None:
-        self._send(self._reply())
+        reply = self._reply()
+        if not isinstance(reply, Watch):
+            self._send(reply)
+        elif self.server.watchers.acquire(blocking=False):
+            try:
+                self._show(reply)
+            finally:
+                self.server.watchers.release()
+        else:
+            self._send(too_many_watch())
+
+    def _show(self, watch: Watch) -> None:
+        """A line for each look, until so many were shown, the client goes away or the server ends. The connection's end is the body's."""
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "application/x-ndjson")
+        self.end_headers()
+        shown = 0
+        while True:
+            self.wfile.write(json.dumps(live.look_json(self.server.session.run_dir), ensure_ascii=False).encode() + b"\n")
+            shown += 1
+            if shown == watch.count or self.server.ending.wait(watch.interval):
+                return
 
     do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
 
-    def _reply(self) -> Reply:
+    def _reply(self) -> Reply | Watch:
         if not self.server.admits(self.headers.get("Authorization", "")):
             return refusal(HTTPStatus.UNAUTHORIZED, "the header `Authorization: Bearer TOKEN` is missing or wrong")
         length = self.headers.get("Content-Length", "0")
@@ -98,11 +121,17 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.session = session
         self._authorization = None if token is None else f"Bearer {token}".encode()
         self._slots = threading.Semaphore(_MAX_REQUESTS)
+        self.watchers = threading.Semaphore(_MAX_WATCHERS)
+        self.ending = threading.Event()
         super().__init__(address, _Handler)
 
     def admits(self, authorization: str) -> bool:
         """Compares in constant time."""
         return self._authorization is None or hmac.compare_digest(authorization.encode("utf-8", "replace"), self._authorization)
+
+    def shutdown(self) -> None:
+        self.ending.set()
+        super().shutdown()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """A further one waits in the kernel's queue: each that is served has its deadlines."""
