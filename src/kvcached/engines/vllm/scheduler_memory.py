@@ -10,6 +10,7 @@ from kvcached.core.canary import GUARD_BYTES
 from kvcached.engines.vllm.block_pool import ElasticBlockPool
 from kvcached.engines.vllm.cache_manager import ElasticKVCacheManager
 from kvcached.engines.vllm.chain import is_ours
+from kvcached.engines.vllm.demand import Demand
 from kvcached.engines.vllm.greeting import greeting
 from kvcached.engines.vllm.identity import Identity
 from kvcached.engines.vllm.rests import Rests
@@ -19,7 +20,7 @@ from kvcached.ranks.group import RankGroup
 from kvcached.runtime.canary import WatcherAfar
 from kvcached.runtime.cards import rank_socket
 from kvcached.runtime.owner import Owner
-from kvcached.units import ceil_div, format_size
+from kvcached.units import format_size
 
 if TYPE_CHECKING:
     from kvcached.config import Settings
@@ -141,7 +142,6 @@ def end_with_error(scheduler: Any, outputs: Any, request_id: str, reason: str) -
 def _start_owner(settings: Settings, scheduler: Any, port: MapperPort, facts: MapperFacts, watcher: WatcherAfar | None) -> Owner:
     config = scheduler.vllm_config
     identity = Identity.of(settings, config)
-    groups = scheduler.kv_cache_config.kv_cache_groups
     length = config.model_config.max_model_len
     owner = Owner(
         settings,
@@ -150,7 +150,7 @@ def _start_owner(settings: Settings, scheduler: Any, port: MapperPort, facts: Ma
         instance=identity.instance,
         name=identity.name,
         block_tokens=scheduler.block_size,
-        longest_request_blocks=sum(ceil_div(length, group.kv_cache_spec.block_size) for group in groups),
+        longest_request_blocks=Demand(scheduler.kv_cache_manager.coordinator.single_type_managers).held_at_most(length),
         watcher=watcher,
     )
     local = getattr(config, "kvcached_mapper", None)
