@@ -89,7 +89,7 @@ def ensure_model(kind: str, folder: Path) -> Path:
         scratch.chmod(0o755)
         with (folder.parent / ".making").open("w") as lock:  # of two who make it at the same time the later one leaves it as it is
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (folder / "config.json").exists():
+            if not is_made(kind, folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 scratch.rename(folder)
     finally:
