@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -18,6 +19,7 @@ from typer import BadParameter
 from typer.testing import CliRunner
 
 from kvcached.card.record import NO_LIMIT_BYTES, Kind, Record
+from kvcached.cli.kvctl import app as kvctl
 from kvcached.cli.main import app
 from kvcached.cli.metrics import catalog
 from kvcached.cli.metrics.catalog import METRICS, Metric, table
@@ -25,6 +27,7 @@ from kvcached.cli.metrics.exporter import Exporter, families
 from kvcached.cli.metrics.readings import endpoints_of, read
 from kvcached.cli.serving import parse_address
 from kvcached.cli.top.sampler import CardSample, RankRow, Sample
+from kvcached.config import describe_settings
 from kvcached.core.tally import BOUNDS_S, Eviction
 from kvcached.runtime.control_messages import PoolMetrics, RankMetrics
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("golden") / "metrics.txt"
 BOARD = ROOT / "contrib" / "grafana" / "kvcached.json"
+RULES = ROOT / "contrib" / "prometheus" / "kvcached.rules.yaml"
 UNITS = ("bytes", "seconds", "blocks", "info")
 NO_UNITS = set("ms milliseconds ns us kb mb gb mib gib percent byte second block sum count bucket".split())
 NOW_NS = 10**12
@@ -301,6 +305,71 @@ class TestBoard:
             assert not cells & taken, panel["title"]
             assert at["x"] + at["w"] <= 24
             taken |= cells
+
+
+class TestAlerts:
+    """What `promtool check rules` would say, and more: that names, labels and commands are there."""
+
+    groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    rules = tuple(rule for group in groups for rule in group["rules"])
+
+    def test_each_has_what_prometheus_takes_and_no_more(self) -> None:
+        assert all(set(group) == {"name", "rules"} for group in self.groups)
+        for rule in self.rules:
+            assert {"alert", "expr", "labels", "annotations"} <= set(rule) <= {"alert", "expr", "for", "labels", "annotations"}, rule
+            assert re.fullmatch(r"KVCache[A-Za-z]+", rule["alert"])
+            assert re.fullmatch(r"\d+[smh]", rule.get("for", "1m"))
+            assert rule["labels"] in [{"severity": severity} for severity in ("info", "warning", "critical")]
+            assert set(rule["annotations"]) == {"summary", "description"}
+        assert len({rule["alert"] for rule in self.rules}) == len(self.rules) > 10
+
+    def test_they_name_only_what_is_exported(self) -> None:
+        for rule in self.rules:
+            named = set(re.findall(r"\bkvcached_\w+", rule["expr"]))
+            assert named, rule["alert"]
+            assert named <= set(EXPORTED), rule["alert"]
+
+    def test_counters_are_asked_how_fast_they_rise_and_gauges_what_they_are(self) -> None:
+        for rule in self.rules:
+            for name in re.findall(r"\bkvcached_\w+", rule["expr"]):
+                rises = re.search(rf"(?:rate|increase)\({name}\[\d+m\]\)", rule["expr"]) is not None
+                assert rises == (EXPORTED[name].kind is not catalog.Kind.GAUGE), rule["alert"]
+
+    def test_labels_are_there_and_those_that_are_shown_are_kept(self) -> None:
+        for rule in self.rules:
+            expression = rule["expr"]
+            names = re.findall(r"\bkvcached_\w+", expression)
+            common = set.intersection(*({"instance", "le", *EXPORTED[name].labels} for name in names))
+            groups = [set(re.split(r",\s*", group)) for group in re.findall(r"(?:by|on) \(([^)]*)\)", expression)]
+            assert all(group <= common for group in groups), rule["alert"]
+            kept = set.intersection(common, *groups) - {"le"}
+            assert set(re.findall(r"\$labels\.(\w+)", str(rule["annotations"]))) <= kept, rule["alert"]
+
+    def test_brackets_are_closed(self) -> None:
+        for rule in self.rules:
+            texts = (rule["expr"], *rule["annotations"].values())
+            assert all(text.count(left) == text.count(right) for text in texts for left, right in ("()", "[]", "{}")), rule["alert"]
+
+    def test_every_sign_of_trouble_has_one(self) -> None:
+        """What the first row of the board shows."""
+        asked = " ".join(rule["expr"] for rule in self.rules)
+        panels = json.loads(BOARD.read_text(encoding="utf-8"))["panels"]
+        first = [panel for panel in panels if panel["gridPos"]["y"] == 1]
+        shown = {name for expression, _ in expressions(first) for name in re.findall(r"\bkvcached_\w+", expression)}
+        assert {name for name in shown if name not in asked} == set()
+        assert len(shown) > 5
+
+    def test_the_commands_and_settings_in_them_are_there(self) -> None:
+        told = " ".join(rule["annotations"]["description"] for rule in self.rules)
+        kvctl_commands = {
+            command.name or command.callback.__name__ for command in kvctl.registered_commands if command.callback is not None
+        }
+        assert set(re.findall(r"`kvctl ([a-z-]+)", told)) <= kvctl_commands
+        kvcached_commands = {
+            command.name or command.callback.__name__ for command in app.registered_commands if command.callback is not None
+        }
+        assert set(re.findall(r"`kvcached ([a-z-]+)", told)) <= kvcached_commands
+        assert set(re.findall(r"KVCACHED_\w+", told)) <= {row.variable for row in describe_settings()}
 
 
 class TestArguments:
