@@ -30,7 +30,9 @@ def main(run_dir: str) -> None:
         with card.open_pool("first", block_bytes=BLOCK_BYTES, blocks=64) as pool:
             taken = pool.take(48)
             print(f"first : took 48 blocks of {format_size(BLOCK_BYTES)}; the card has {BUDGET}", flush=True)
-            with subprocess.Popen([sys.executable, __file__, run_dir], stdout=subprocess.PIPE, text=True) as other:
+            pipe = subprocess.PIPE
+            with subprocess.Popen([sys.executable, __file__, run_dir], stdin=pipe, stdout=pipe, text=True) as other:
+                assert other.stdin is not None
                 for line in other.stdout or ():
                     print(line, end="", flush=True)
                     if "exhausted" in line:
@@ -38,6 +40,7 @@ def main(run_dir: str) -> None:
                         print("first : gave 48 blocks back", flush=True)
                     if "took" in line:
                         show_leases(card.snapshot())
+                        other.stdin.close()  # it may end
             if other.returncode != 0:
                 raise SystemExit("the second process failed")
 
@@ -62,7 +65,7 @@ def second(run_dir: str) -> None:
                     time.sleep(0.1)
                     continue
                 print("second: took 40 blocks", flush=True)
-                time.sleep(0.3)  # work
+                sys.stdin.read()  # its work: until the first one has looked
                 pool.give(taken)
                 return
             raise SystemExit("second: no memory within 10 s")
