@@ -295,6 +295,24 @@ class TestDelete:
         assert machine.processes["chat"].wait() == -signal.SIGTERM
         assert [pool["instance"] for pool in machine.json("list")["cards"][0]["pools"]] == ["code"]
 
+    def test_force_waits_for_the_last_thing_that_a_process_has_open(self, machine: Machine) -> None:
+        path = endpoint_path(machine.run_dir, "chat")
+        program = (
+            "import signal, socket, sys, time; from pathlib import Path; from kvcached.card import Card, CardIdentity, EntrySpec, Kind\n"
+            "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
+            "card = Card.open(Path(sys.argv[1]), CardIdentity('TEST-0', 'a card', 1000), budget_bytes=0, settle_s=0)\n"
+            "Path(sys.argv[2]).parent.mkdir(mode=0o700)\n"
+            "listener = socket.socket(socket.AF_UNIX); listener.bind(sys.argv[2]); listener.listen()\n"
+            "entry = card.register(EntrySpec(Kind.KV, 'chat', endpoint=sys.argv[2])); print(flush=True)\n"
+            "signal.sigwait({signal.SIGTERM}); entry.close(); time.sleep(0.5)\n"
+        )
+        command = [sys.executable, "-W", "ignore", "-c", program, str(machine.run_dir), str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert machine.json("delete", "chat", "--force")["socket"] is True
+        assert not path.exists()
+
     def test_force_gives_up_on_a_process_that_does_not_end(self, machine: Machine) -> None:
         machine.start("chat")
         stop_process(machine.processes["chat"].pid)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvcached.card import Card
 from kvcached.cli.machine import Target, find, pid_at, read_cards
 from kvcached.errors import PeerLost, PeerRefused, PeerTimeout
-from kvcached.runtime.endpoint import remove_abandoned
+from kvcached.runtime.endpoint import is_live, remove_abandoned
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,7 +86,12 @@ class Session:
     def _end(self, target: Target) -> None:
         os.kill(pid_at(target.endpoint), signal.SIGTERM)
         end_s = time.monotonic() + self.timeout_s
-        while any(row.is_alive for card in read_cards(self.run_dir) for row in card.pools if row.instance == target.instance):
+        while self._is_there(target):
             if time.monotonic() > end_s:
                 raise PeerTimeout(f"{target.instance} is still alive {self.timeout_s:g} s after SIGTERM")
             time.sleep(0.05)
+
+    def _is_there(self, target: Target) -> bool:
+        """What a process had open the kernel closes one after another: it may listen yet when its record says that it is dead."""
+        rows = [row for card in read_cards(self.run_dir) for row in card.pools if row.instance == target.instance]
+        return any(row.is_alive for row in rows) or is_live(target.endpoint)
