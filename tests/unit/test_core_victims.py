@@ -356,3 +356,84 @@ def test_page_by_page_as_much_is_found_again_as_by_last_use(blocks_per_page: int
     ]
     assert found[0] >= found[1] - 0.005
     assert found[1] > 0.15
+
+
+class Prefixes:
+    """Requests as vLLM serves them: those that begin with the same hot prompt share its blocks, and what was found again costs more."""
+
+    BLOCKS_PER_PAGE = 32
+    PAGES = 64
+    HOT_BLOCKS = 12
+
+    def __init__(self, cap: int) -> None:
+        blocks = self.PAGES * self.BLOCKS_PER_PAGE
+        self.ledger = Ledger(BlockGeometry(1, 1, self.BLOCKS_PER_PAGE, self.PAGES, 1, blocks), limit_pages=self.PAGES, capped=True)
+        self.cap = cap
+        self.users: dict[int, int] = {}
+        self.finds: dict[int, int] = {}
+        self.hot: dict[int, list[int]] = {}  # prompt -> its blocks
+        self.step = 0
+
+    def take(self, blocks: int) -> list[int]:
+        missing = blocks - self.ledger.available()
+        if missing > 0:
+            self.ledger.settle_grow(self.ledger.plan_grow(-(-missing // self.BLOCKS_PER_PAGE)), mapped=True)
+        taken = ids_of(self.ledger.take(blocks))
+        self.users |= dict.fromkeys(taken, 1)
+        return taken
+
+    def begin(self, hot: int | None, blocks: int) -> list[int]:
+        """A prompt of so many blocks, or of so many behind a hot one."""
+        if hot is None:
+            return self.take(blocks)
+        found = self.hot.get(hot) or []
+        self.ledger.touch([block for block in found if not self.users.get(block)])
+        for block in found:
+            self.users[block] = self.users.get(block, 0) + 1
+            self.finds[block] = self.finds.get(block, 0) + 1
+        self.hot[hot] = [*found, *self.take(self.HOT_BLOCKS - len(found))]
+        return self.hot[hot] + self.take(blocks)
+
+    def end(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.users[block] -= 1
+        for block in reversed([block for block in blocks if not self.users[block]]):
+            self.ledger.give_cached([block], self.step, self.step, cost=min(8, 1 + self.finds.get(block, 0)))
+        gone = self.ledger.cached_overflow(self.cap)
+        self.ledger.evict(gone)
+        for block in gone:
+            self.finds.pop(block, None)
+        for prompt, kept in self.hot.items():  # what lies behind a block that is gone is not found any more
+            lost = next((number for number, block in enumerate(kept) if block in gone), len(kept))
+            self.hot[prompt] = kept[:lost]
+
+    def advance(self) -> None:
+        self.step += 1
+        self.ledger.advance(self.step - 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_after_a_busy_time_hot_prompts_are_kept_on_few_pages(seed: int) -> None:
+    """Half of 400 requests begin with one of eight; 500 cached blocks fill 16 pages at best, and order of use leaves them on about 40."""
+    choose = random.Random(seed)
+    served, waiting, running = Prefixes(cap=500), 400, list[tuple[list[int], int]]()
+    while waiting or running:
+        served.advance()
+        while waiting and len(running) < 96:
+            waiting -= 1
+            hot = choose.randrange(8) if choose.random() < 0.5 else None
+            blocks = served.begin(hot, choose.randint(1, 16 if hot is None else 4))
+            running.append((blocks, served.step + choose.randint(16, 256)))
+        for blocks, last in running:
+            if (last - served.step) % 32 == 0:
+                blocks += served.take(1)
+        for blocks, _ in [request for request in running if request[1] <= served.step]:
+            served.end(blocks)
+        running = [request for request in running if request[1] > served.step]
+    served.advance()
+    served.advance()
+    served.ledger.settle_shrink(served.ledger.plan_shrink(served.PAGES), released=True)
+    check(served.ledger)
+    assert served.ledger.cached_blocks == 500
+    assert {prompt: len(kept) for prompt, kept in served.hot.items()} == dict.fromkeys(range(8), served.HOT_BLOCKS)
+    assert served.ledger.held_pages <= 17

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvcached.runtime.pool import Pool
 
 
-MOST_COST: Final = 4
+MOST_COST: Final = 8
 """A cached block that was found again so often, less one, or oftener, is worth as much as so many that never were."""
 
 
