@@ -294,7 +294,10 @@ class TestLife:
         first.signal(signal.SIGCONT)
         assert ControlClient(path, 10).ping().pid == first.pid
 
-    def test_of_many_that_start_at_once_after_a_crash_one_wins(self, start: Callable[[], Served], path: Path) -> None:
+    def test_of_many_that_start_at_once_after_a_crash_one_wins(
+        self, start: Callable[[], Served], path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(kvcached.runtime.endpoint, "_LOCK_TIMEOUT_S", 60.0)
         first = start()
         first.kill()
         barrier = threading.Barrier(8)

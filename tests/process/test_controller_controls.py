@@ -115,7 +115,7 @@ def test_the_pools_of_one_server_are_told_from_those_of_others(tmp_path: Path) -
 
     def start(name: str, leads: bool) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", code, str(run_dir), name]
-        environment = {**os.environ, "KVCACHED_IPC_NAME": name}
+        environment = {**os.environ, "KVCACHED_IPC_NAME": name, "KVCACHED_IDLE_TRIM_S": "3600"}
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=leads, env=environment)
 
     with start("chat-dp1", leads=True) as own, start("chat-2", leads=True) as other:
